@@ -5,13 +5,14 @@ processes.
     python benchmarks/bench_ep_device.py --device cuda --ranks 8
     python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens 4096 --normal
     python benchmarks/bench_ep_device.py --ranks 2 --tokens 8 --hidden 512 --experts 8
+    MOONCAKE_EP_STREAM_WORDS=0 python benchmarks/bench_ep_device.py --staged
 
 Several ranks share a GPU if there are fewer GPUs than ranks: then they also share its copies, and
 take turns on it. `graph` is the replay of a dispatch and a combine. In the normal mode, `dispatch`
 exchanges counts on the host, `at worst` is one with num_worst_tokens, which does not, and `again`
-one with a handle. Without a GPU, the device is
-the tests' own (tests/fake_device), whose kernels run on the CPU: this program works there, and its
-numbers mean nothing.
+one with a handle. With --staged the calls go through host memory, and each `returns` is the time
+after which a call has returned. Without a GPU, the device is the tests' own (tests/fake_device),
+whose kernels run on the CPU: this program works there, and its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ranks import COLLECTIVE_TIMEOUT_S, Rank, run_job, run_main
 
 PARTS = ["dispatch", "combine", "graph", "dispatch by hook", "copy of rows", "launch"]
 NORMAL_PARTS = ["dispatch", "at worst", "again", "combine", "copy of rows", "launch"]
+STAGED_PARTS = ["dispatch", "dispatch returns", "combine", "combine returns", "copy of rows"]
 
 Rows = list[dict[str, Any]]
 
@@ -59,19 +61,21 @@ def _parts(device: Any, buffer: Any, spec: dict[str, Any], rank: int) -> dict[st
         dispatch(return_recv_hook=True)[4]()
 
     combine()
+    parts = {
+        "dispatch": dispatch,
+        "combine": combine,
+        "dispatch by hook": hooked,
+        "copy of rows": lambda: copied.copy_(rows),
+        "launch": lambda: small.fill_(1),
+    }
+    if spec["staged"]:
+        return parts
     graphs = torch.get_device_module(device)
     graph = graphs.CUDAGraph()
     with graphs.graph(graph):
         found = dispatch()
         buffer.low_latency_combine(found[0], topk_idx, weights, found[2])
-    return {
-        "dispatch": dispatch,
-        "combine": combine,
-        "graph": graph.replay,
-        "dispatch by hook": hooked,
-        "copy of rows": lambda: copied.copy_(rows),
-        "launch": lambda: small.fill_(1),
-    }
+    return {**parts, "graph": graph.replay}
 
 
 def _normal_parts(device: Any, buffer: Any, spec: dict[str, Any], rank: int) -> dict[str, Callable]:
@@ -108,6 +112,7 @@ def _race(me: Rank, parts: dict[str, Callable], calls: int) -> dict[str, list[fl
     import torch
 
     took: dict[str, list[float]] = {name: [] for name in parts}
+    took |= {f"{name} returns": [] for name in parts}
     for round in range(me.spec["rounds"] + 1):
         for name in list(parts)[:: 1 if round % 2 else -1]:
             torch.accelerator.synchronize()
@@ -115,11 +120,12 @@ def _race(me: Rank, parts: dict[str, Callable], calls: int) -> dict[str, list[fl
             start = time.perf_counter()
             for _ in range(calls):
                 parts[name]()
+            returned = time.perf_counter()
             torch.accelerator.synchronize()
-            mean = (time.perf_counter() - start) * 1e6 / calls
-            slowest = max(me.meeting.exchange(mean))
-            if round:
-                took[name].append(slowest)
+            for end, what in ((returned, f"{name} returns"), (time.perf_counter(), name)):
+                slowest = max(me.meeting.exchange((end - start) * 1e6 / calls))
+                if round:
+                    took[what].append(slowest)
     return took
 
 
@@ -131,7 +137,7 @@ def rank_main(me: Rank) -> None:
 
     spec = me.spec
     gc.disable()
-    os.environ["MOONCAKE_EP_KERNELS"] = "1"
+    os.environ["MOONCAKE_EP_KERNELS"] = str(int(not spec["staged"]))
     device = open_device(spec["device"], me.rank)
     dist.init_process_group(
         f"cpu:mooncake,{spec['device']}:mooncake",
@@ -185,17 +191,18 @@ def main() -> int:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--normal", action="store_true", help="the normal mode")
+    parser.add_argument("--staged", action="store_true", help="through host memory")
     parser.add_argument("--device", default="fake", help="fake (tests/fake_device), or cuda")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=20, help="in a row")
     parser.add_argument("--json", help="also writes the rows to this file")
     args = parser.parse_args()
-    names = ("tokens", "hidden", "topk", "experts", "device", "rounds", "calls", "normal")
+    names = ("tokens", "hidden", "topk", "experts", "device", "rounds", "calls", "normal", "staged")
     spec = {name: getattr(args, name) for name in names}
     rows: Rows = []
     for ranks in args.ranks:
         rows += run_job("bench_ep_device:rank_main", ranks, spec)
-    show(rows, NORMAL_PARTS if args.normal else PARTS)
+    show(rows, STAGED_PARTS if args.staged else NORMAL_PARTS if args.normal else PARTS)
     write_json_lines(args.json, [machine_facts(), *rows])
     return 0
 

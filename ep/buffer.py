@@ -374,7 +374,8 @@ class Buffer:
 
         Returns (num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert,
         is_token_in_rank, event): int32 [R], int32 [ceil(R / 8)] or None up to 8 ranks, int32 [E],
-        bool [n, R]. ValueError, on this rank only: topk_idx names an expert from num_experts on.
+        bool [n, R]. ValueError, on this rank only: topk_idx names an expert from num_experts on. On
+            a device, where the host does not wait, that is no expert.
         """
         if previous_event is not None:
             previous_event.current_stream_wait()
@@ -436,14 +437,15 @@ class Buffer:
         event): [rows, h], [rows, k], float32 [rows, k], a list of L. Rows are in the order of
         source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
         others. With a handle the second to fifth are None, and rows have the places of the handle's
-        dispatch: those of ranks that have gone since are zeros. The call returns when it has ended,
-        by kernels when it is enqueued, and the current stream waits for the results; `async_finish`
-        only adds an event.
+        dispatch: those of ranks that have gone since are zeros. The call returns when it has ended.
+        By kernels, and with a handle on a device, it returns when it is enqueued, and the current
+        stream waits for the results. `async_finish` only adds an event.
         """
         exchange = self._normal_mode()
         steps = 1 if handle is not None else 2
         is_fixed = handle is not None or num_worst_tokens != 0
         is_alone = exchange.takes(x, topk_idx, is_token_in_rank) and is_fixed
+        is_alone |= handle is not None and exchange.is_alone(x)
         with exchange.call("dispatch", steps, is_alone):
             if previous_event is not None:
                 previous_event.current_stream_wait()
@@ -484,9 +486,8 @@ class Buffer:
         topk_weights: float32 [rows, k], summed beside the rows
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
         previous_event: is waited for first
-        async_finish: with CPU tensors and by kernels the call returns before it has ended. Do not
-            read the results, or change x, before `event.current_stream_wait()`, which raises its
-            errors
+        async_finish: the call returns before it has ended. Do not read the results, or change x,
+            before `event.current_stream_wait()`, which raises its errors
         active_ranks, timeout_us: as in low_latency_dispatch(), a timeout on all ranks or on none
         config, allocate_on_comm_stream: without effect
 
@@ -496,7 +497,7 @@ class Buffer:
         """
         exchange = self._normal_mode()
         self._has_combined_normally = True
-        with exchange.call("combine", is_alone=exchange.takes(x, topk_weights)):
+        with exchange.call("combine", is_alone=exchange.is_alone(x, topk_weights)):
             if previous_event is not None:
                 previous_event.current_stream_wait()
             biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]

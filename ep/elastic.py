@@ -156,11 +156,12 @@ class ElasticBuffer:
         Returns (recv_x, recv_topk_idx, recv_topk_weights, handle, event). Rows are in the order of
         source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
         others; None with do_expand. The weights are [rows, k], or [rows] with do_expand. With a
-        handle, rows of ranks that have gone since its dispatch are zeros. The call returns when it
-        has ended; `async_with_compute_stream` only adds an event.
+        handle, rows of ranks that have gone since its dispatch are zeros. The call returns as
+        Buffer.dispatch() does; `async_with_compute_stream` only adds an event.
         """
         is_fixed = handle is not None or do_cpu_sync is False
         is_alone = self._exchange.takes(x, topk_idx) and is_fixed
+        is_alone |= handle is not None and self._exchange.is_alone(x)
         with self._exchange.call("dispatch", 1 if handle is not None else 2, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:
@@ -232,10 +233,9 @@ class ElasticBuffer:
 
         x: bfloat16 [rows, h], in the order of recv_x; rows behind the received ones are not read
         topk_weights: float32, in the form of recv_topk_weights; brought back beside the rows
-        async_with_compute_stream: with CPU tensors and by kernels the call returns before it has
-            ended. Do not read the results, or change x, before `event.current_stream_wait()`, which
-            raises its errors. Without allow_multiple_reduction the combine of an expanded dispatch
-            has ended
+        async_with_compute_stream: the call returns before it has ended. Do not read the results, or
+            change x, before `event.current_stream_wait()`, which raises its errors. Without
+            allow_multiple_reduction the combine of an expanded dispatch has ended
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
         active_ranks, timeout_us: beyond DeepEP's, see Buffer.combine()
         num_sms, num_qps, allocate_on_comm_stream: without effect
@@ -248,7 +248,7 @@ class ElasticBuffer:
         """
         is_expanded = getattr(handle, "do_expand", True)
         rounds_once = is_expanded and not self.allow_multiple_reduction
-        is_alone = self._exchange.takes(x, topk_weights) and not rounds_once
+        is_alone = self._exchange.is_alone(x, topk_weights) and not rounds_once
         with self._exchange.call("combine", 2 if rounds_once else 1, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:

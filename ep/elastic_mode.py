@@ -30,7 +30,7 @@ from .exchange import (
     local_numbers,
 )
 from .expansion import Expansion, aligned
-from .layout import CPU, layout_by_topk
+from .layout import CPU, layout_by_topk, on_device
 from .normal_handle import Arrived
 
 if TYPE_CHECKING:
@@ -83,15 +83,15 @@ def dispatch(
     home, num_parts = fields[0].device, len(fields)
     form.check(len(fields[0]))
     check_topk(topk_idx, topk_weights, len(fields[0]))
-    on_device = exchange.by_kernels(home)
+    by_kernels = exchange.by_kernels(home)
     # Else nothing of the device is read on the host.
-    is_counted = not on_device or form.do_cpu_sync
+    is_counted = not by_kernels or form.do_cpu_sync
     num_experts, most = form.num_experts, form.num_max_tokens_per_rank
     owners = torch.tensor(
         reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
     )
     num_local = int((owners == rank).sum())
-    place = home if on_device else CPU
+    place = home if by_kernels else CPU
     chosen = topk_idx.to(place).long()
     if is_counted:
         check_experts(chosen, num_experts)
@@ -128,13 +128,13 @@ def dispatch(
         )
         room, num_expanded = [], _most_expanded(size * most, weights, num_local, align)
     places = torch.tensor(room, dtype=torch.int64, device=CPU)
-    if on_device and is_counted:  # the copy waits for nothing
-        places = places.pin_memory().to(home, non_blocking=True)
+    if by_kernels and is_counted:
+        places = on_device(places, home)
     if arrived.table is not None:
         for_ranks = arrived.table[:, :size]
     numbers = exchange.table("experts", num_experts, lambda: local_numbers(owners, rank), place)
     local = local_experts_of(arrived.fields[num_parts], numbers)
-    if on_device:  # behind the received rows are zeros
+    if by_kernels:  # behind the received rows are zeros
         rows = torch.arange(len(local), device=home)
         local = local.masked_fill((rows >= arrived.route.ends[-1]).unsqueeze(1), -1)
     expansion = None
@@ -204,7 +204,8 @@ def combine(
                     "allow_multiple_reduction"
                 )
             return _combine_by_choice(exchange, x, handle, biases, participation, async_finish)
-        place = route.ends.device
+        place = home if exchange.uses_words(home) else route.ends.device
+        expansion = expansion.on(place)
         x = expansion.fold(x.to(place)).to(home)
         if topk_weights is not None:
             topk_weights = expansion.fold_weights(topk_weights.to(place)).to(home)

@@ -92,18 +92,23 @@ class Works:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+        self._show()
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.synchronize()
+        self._show()
+
+    def _show(self) -> None:
         if self._masks:
             self._participation.show(torch.stack(list(self._masks)).all(dim=0))
             self._masks = ()
 
-    def synchronize(self) -> None:
-        self.wait()
-
 
 class Exchange:
     """Both operations, over a native buffer. Kernels do them where they take the tensors' device,
-    see device_exchange. Other tensors of a device go through host memory, and a call with them
-    blocks the host until its end."""
+    see device_exchange. Other tensors of a device go through host memory. A dispatch then blocks
+    the host until its end, but not one with a handle, and neither does a combine."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -119,11 +124,16 @@ class Exchange:
         """Whether kernels do a call with these arguments, by the first tensor among them. To be
         asked before the arguments are checked: a rank that finds one wrong must not miss the
         set-up."""
-        for one in given:
-            first = one[0] if isinstance(one, tuple) and len(one) > 0 else one
-            if isinstance(first, Tensor):
-                return self.by_kernels(first.device)
-        return False
+        home = _device_of(given)
+        return home is not None and self.by_kernels(home)
+
+    def is_alone(self, *given: object) -> bool:
+        """takes(), for a call that needs no counts: whether the host waits for nothing in it."""
+        home = _device_of(given)
+        return home is not None and (self.by_kernels(home) or self.uses_words(home))
+
+    def uses_words(self, device: torch.device) -> bool:
+        return device.type not in ("cpu", "meta") and self.runtime.native.uses_words(device)
 
     def table(
         self, name: str, number: int, make: Callable[[], Tensor], home: torch.device
@@ -141,8 +151,8 @@ class Exchange:
         other ranks wait for this one, the call ends on all ranks, with the error's text.
 
         steps: operations of the call, if it does not run in pieces
-        is_alone: kernels do all of it. Then an error of arguments is that of this rank alone, and
-            nothing was sent
+        is_alone: the host waits for no other rank. Then an error of arguments is that of this rank
+            alone, and nothing was sent
         """
         self._steps_due = steps
         try:
@@ -301,31 +311,48 @@ class Exchange:
         # The native call compares only the bytes of a row.
         same = repr([(one.dtype, one.size(1)) for one in fields] + [route.number]).encode()
         with profiled("dispatch"):
+            if self.uses_words(fields[0].device):
+                found = self._send_again(fields, route, participation, zlib.crc32(same))
+                if found is not None:
+                    return found
             return self._send(
                 plain(fields, CPU), route.sent, route.most_tokens, route.most_rows,
                 route.most_weights, counts_of(route.ends), route.participants, participation,
                 agreed=zlib.crc32(same),
             ).as_of(route)  # fmt: skip
 
-    def _send(
+    def _send_again(
+        self, fields: Sequence[Tensor], route: Route, participation: Participation, agreed: int
+    ) -> list[Tensor] | None:
+        """dispatch_again() of tensors of a device, without a wait on the host. None: they do not
+        fit into the buffer at once."""
+        fields = plain(fields, None)
+        tokens, hidden = len(fields[0]), fields[0].size(1)
+        count, step = self._pieces(
+            fields, route.most_tokens, route.most_rows, route.most_weights, participation
+        )
+        if count > 1:
+            return None
+        ends = route.ends.tolist()
+        into = [one.new_empty((route.num_rows, one.size(1))) for one in fields]
+        with self.step():
+            self.runtime.native.send_tokens_again(
+                fields, into, route.sent.token_ranks, max(step, tokens), hidden, [0, *ends[:-1]],
+                ends, list(route.participants), participation.active_ranks,
+                participation.timeout_us, agreed,
+            )  # fmt: skip
+        return into
+
+    def _pieces(
         self,
-        fields: list[Tensor],
-        sent: Sent,
+        fields: Sequence[Tensor],
         most_tokens: int,
         most_rows: int,
         weights: int,
-        expected: Tensor,
-        participants: Sequence[bool],
         participation: Participation,
-        agreed: int = 0,
-    ) -> Arrived:
-        """Dispatches in as many pieces as the buffer's memory asks for. All ranks compute the same
-        number, and each piece has the same tokens of every rank. A rank that was skipped does not
-        know the others' numbers, so there is one piece where ranks may be skipped.
-
-        expected: int64 [R]: the rows that come from each rank if all are left
-        agreed: see EpBuffer.dispatch_tokens()
-        """
+    ) -> tuple[int, int]:
+        """The number of pieces of a dispatch, and the tokens of each rank in one of them; see
+        _send()."""
         native, tokens, hidden = self.runtime.native, len(fields[0]), fields[0].size(1)
         sizes = [one.size(1) * one.dtype.itemsize for one in fields]
         # Wherever the tokens go: a piece may have more rows than its share.
@@ -347,6 +374,29 @@ class Exchange:
                 f"x has {tokens} tokens. With timeout_us they all go at once, and the buffer has "
                 f"room for {room}: make it larger"
             )
+        return count, step
+
+    def _send(
+        self,
+        fields: list[Tensor],
+        sent: Sent,
+        most_tokens: int,
+        most_rows: int,
+        weights: int,
+        expected: Tensor,
+        participants: Sequence[bool],
+        participation: Participation,
+        agreed: int = 0,
+    ) -> Arrived:
+        """Dispatches in as many pieces as the buffer's memory asks for. All ranks compute the same
+        number, and each piece has the same tokens of every rank. A rank that was skipped does not
+        know the others' numbers, so there is one piece where ranks may be skipped.
+
+        expected: int64 [R]: the rows that come from each rank if all are left
+        agreed: see EpBuffer.dispatch_tokens()
+        """
+        native, tokens, hidden = self.runtime.native, len(fields[0]), fields[0].size(1)
+        count, step = self._pieces(fields, most_tokens, most_rows, weights, participation)
         there = torch.tensor(participants, dtype=torch.bool, device=CPU)
         if count == 1:
             mask = participation.among(there)
@@ -402,7 +452,7 @@ class Exchange:
         participation: Participation,
         async_finish: bool,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """See Buffer.combine(). async_finish: returns before the end where x is the CPU's."""
+        """See Buffer.combine()."""
         participation.check(self.runtime.size)
         check_sums(x, route.num_rows, route.hidden, biases, route.tokens)
         home = x.device
@@ -413,7 +463,11 @@ class Exchange:
             return device_exchange.combine(
                 self, x, route, topk_weights, biases, participation, async_finish
             )
-        x, *on_host = plain([x, *biases], CPU)
+        if home.type != "cpu":
+            return self._combine_on_device(
+                x, route, topk_weights, biases, participation, async_finish
+            )
+        x, *biases = plain([x, *biases], CPU)
         sums = self.runtime.native.new_result([route.tokens, route.hidden], x)
         missing = torch.empty(route.tokens, dtype=torch.bool, device=CPU)
         weights = weight_sums = None
@@ -438,19 +492,60 @@ class Exchange:
                     missing[tokens],
                     of_rows[number],
                     None if weight_sums is None else weight_sums[tokens],
-                    [one[tokens] for one in on_host],
+                    [one[tokens] for one in biases],
                     masks[number],
                     participation.timeout_us,
-                    async_finish and home.type == "cpu",
+                    async_finish,
                     list(piece.first_rows),
                     works[-1] if works else None,
                 )
                 works.append(work)
         done = Works(works, masks, participation)
-        if not async_finish or home.type != "cpu":
+        if not async_finish:
             done.wait()
-        event = self.ended("combine", done, missing.to(home), async_finish)
-        return sums.to(home), None if weight_sums is None else weight_sums.to(home), event
+        return sums, weight_sums, self.ended("combine", done, missing, async_finish)
+
+    def _combine_on_device(
+        self,
+        x: Tensor,
+        route: Route,
+        topk_weights: Tensor | None,
+        biases: Sequence[Tensor],
+        participation: Participation,
+        async_finish: bool,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """combine() of tensors of a device through host memory. With words of streams the host
+        waits for nothing."""
+        x, *biases = plain([x, *biases], None)
+        sums = x.new_empty((route.tokens, route.hidden))
+        # If the call fails, nothing is written.
+        missing = torch.ones(route.tokens, dtype=torch.bool, device=x.device)
+        weights = weight_sums = None
+        if topk_weights is not None:
+            weights = plain([topk_weights], None)[0][: route.num_rows]
+            weight_sums = weights.new_empty((route.tokens, weights.size(1)))
+        works: list[EpWork] = []
+        with profiled("combine"), self.step():
+            for piece in route.pieces:
+                tokens = slice(piece.begin, piece.end)
+                work = self.runtime.native.combine_tokens(
+                    piece.side_by_side(x[: route.num_rows]),
+                    piece.native,
+                    sums[tokens],
+                    missing[tokens],
+                    None if weights is None else piece.side_by_side(weights),
+                    None if weight_sums is None else weight_sums[tokens],
+                    [one[tokens] for one in biases],
+                    participation.active_ranks,
+                    participation.timeout_us,
+                    async_finish,
+                    [],
+                    works[-1] if works else None,
+                    list(route.participants),
+                )
+                works.append(work)
+        event = self.ended("combine", Works(works, [], participation), missing, async_finish)
+        return sums, weight_sums, event
 
     def ended(self, name: str, works: Work, missing: Tensor, async_finish: bool) -> EventOverlap:
         """The event of a combine."""
@@ -466,6 +561,15 @@ class Exchange:
     def check_route(self, route: Route) -> None:
         if route.exchange is not self:
             raise ValueError("the handle is of a dispatch of another buffer")
+
+
+def _device_of(given: Sequence[object]) -> torch.device | None:
+    """That of the first tensor."""
+    for one in given:
+        first = one[0] if isinstance(one, tuple) and len(one) > 0 else one
+        if isinstance(first, Tensor):
+            return first.device
+    return None
 
 
 def local_experts_of(chosen: Tensor, numbers: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout import CPU
+from .layout import CPU, on_device
 
 Tensor = torch.Tensor
 
@@ -34,6 +34,7 @@ class Expansion:
     ) -> None:
         home, none = local.device, num_local_experts
         self._is_on_cpu = home == CPU
+        self._copies: dict[torch.device, Expansion] = {}  # see on()
         chosen = local.flatten().long()
         places = torch.arange(chosen.numel(), device=home)
         if self._is_on_cpu:
@@ -60,6 +61,21 @@ class Expansion:
         of_places = torch.div(places[order], max(1, local.size(1)), rounding_mode="floor")
         sources[rows.masked_fill(is_none, self.num_rows)] = of_places
         self._sources = sources[: self.num_rows]
+
+    def on(self, device: torch.device) -> Expansion:
+        """The same on another device, for fold(). The host does not wait for it."""
+        if device == self.slots.device:
+            return self
+        if device not in self._copies:
+            copy = object.__new__(Expansion)
+            copy._is_on_cpu = device == CPU
+            copy._copies = {}
+            copy.num_rows = self.num_rows
+            copy.slots, copy.ends, copy._sources = (
+                on_device(one, device) for one in (self.slots, self.ends, self._sources)
+            )
+            self._copies[device] = copy
+        return self._copies[device]
 
     def expand(self, field: Tensor, out: Tensor) -> Tensor:
         """[rows, any] -> out [count, any]. Rows between the experts are zeros; those from num_rows

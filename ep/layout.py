@@ -24,25 +24,36 @@ class Layout:
 
 
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    owners = torch.tensor(
-        reference.default_owners(num_experts, num_ranks), device=topk_idx.device, dtype=torch.int64
+    """Waits for no device. There, an expert that does not exist is none. On the CPU it is an
+    error."""
+    home = topk_idx.device
+    owners = on_device(
+        torch.tensor(
+            reference.default_owners(num_experts, num_ranks), device=CPU, dtype=torch.int64
+        ),
+        home,
     )
     chosen = topk_idx.to(torch.int64)
-    is_none = chosen < 0
-    if bool((chosen >= num_experts).any()):
+    is_none = (chosen < 0) | (chosen >= num_experts)
+    if home == CPU and bool((chosen >= num_experts).any()):
         raise ValueError(f"topk_idx names expert {int(chosen.max())} of {num_experts}")
-    ranks = owners[chosen.clamp(min=0)].masked_fill(is_none, num_ranks)
-    is_token_in_rank = torch.zeros(
-        (len(chosen), num_ranks + 1), dtype=torch.bool, device=topk_idx.device
-    )
+    ranks = owners[chosen.masked_fill(is_none, 0)].masked_fill(is_none, num_ranks)
+    is_token_in_rank = torch.zeros((len(chosen), num_ranks + 1), dtype=torch.bool, device=home)
     is_token_in_rank.scatter_(1, ranks, True)
     is_token_in_rank = is_token_in_rank[:, :num_ranks].contiguous()
-    experts = torch.bincount(chosen[~is_none], minlength=num_experts)
+    experts = torch.zeros(num_experts + 1, dtype=torch.int64, device=home)
+    named = chosen.masked_fill(is_none, num_experts).flatten()
+    experts = experts.scatter_add_(0, named, torch.ones_like(named))[:num_experts]
     per_rdma_rank = None
     if num_ranks > RANKS_PER_RDMA_RANK:
         of_hosts = is_token_in_rank.split(RANKS_PER_RDMA_RANK, dim=1)
         per_rdma_rank = torch.stack([one.any(dim=1).sum() for one in of_hosts]).int()
     return Layout(is_token_in_rank.sum(0).int(), per_rdma_rank, experts.int(), is_token_in_rank)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on the device, for which the host does not wait; on the CPU itself."""
+    return tensor if device == CPU else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def ranks_of(is_token_in_rank: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ class Piece:
     native: EpHandle
     first_rows: Sequence[int] = ()  # by rank: where its rows begin among all of the call
     rows: Tensor | None = None  # its rows among all, -1: of a rank that has gone since
+    counts: Sequence[int] = ()  # with first_rows, by rank: its rows
 
     def of(self, x: Tensor) -> Tensor:
         """What combine_tokens() gets for the piece, of all rows."""
@@ -37,6 +38,13 @@ class Piece:
         are_left = self.rows >= 0
         found[are_left] = x[self.rows[are_left]]
         return found
+
+    def side_by_side(self, x: Tensor) -> Tensor:
+        """The piece's rows, of all rows on a device. The host waits only after a loss."""
+        if not self.first_rows:
+            return self.of(x)
+        begins = zip(self.first_rows, self.counts, strict=True)
+        return torch.cat([x[first : first + count] for first, count in begins])
 
 
 class Joined:
@@ -59,7 +67,8 @@ class Joined:
 
     def add(self, begin: int, end: int, first_token: int, native: EpHandle, counts: Tensor) -> None:
         """The next piece: the tokens from `first_token` on of each rank. counts: int64 [R]"""
-        self._pieces.append(Piece(begin, end, native, self.filled.tolist()))
+        first_rows = self.filled.tolist()
+        self._pieces.append(Piece(begin, end, native, first_rows, counts=counts.tolist()))
         self._counts.append(counts)
         self._first_tokens.append(first_token)
         self.filled += counts

@@ -322,8 +322,11 @@ class EpBuffer:
         background: bool = False,
         first_rows: list[int] = ...,
         after: EpWork | None = None,
+        among: list[bool] = ...,
     ) -> EpWork:
-        """Collective. CPU tensors only; out, missing and extra_sums are written.
+        """Collective. All tensors are on the device of x; out, missing and extra_sums are written.
+
+        among: by rank: it may take part; empty: all
 
         first_rows: [R]: where in x and extras the rows that came from each rank begin. Without it
             they have the rows of the handle's dispatch only
@@ -335,6 +338,28 @@ class EpBuffer:
         extras, extra_sums: float32 [rows, any], and their sums [n, any]
         biases: bfloat16 [n, h] each, where the sums begin
         """
+
+    def send_tokens_again(
+        self,
+        fields: list[torch.Tensor],
+        into: list[torch.Tensor],
+        token_ranks: torch.Tensor,
+        num_max_tokens: int,
+        hidden: int,
+        begins: list[int],
+        ends: list[int],
+        among: list[bool],
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        agreed: int = 0,
+    ) -> EpWork:
+        """dispatch_tokens() of tensors of a device to known places: those of rank r in `into` are
+        from begins[r] up to ends[r]; they are zeros if it takes no part. The current stream waits
+        for the results."""
+
+    def uses_words(self, device: torch.device) -> bool:
+        """Whether streams of the device wait for calls through host memory, and the host does not.
+        A call that fails then ends the buffer."""
 
     def takes_tokens(self, device: torch.device) -> bool:
         """Whether kernels do the normal mode of tensors on this device. Collective, the first

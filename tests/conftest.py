@@ -33,6 +33,8 @@ def marks_of(layout: str) -> Any:
 LAYOUTS = [pytest.param(name, marks=marks_of(name)) for name in LAYOUT_NAMES]
 # Over shm, with tensors of a device.
 DEVICE_LAYOUT = pytest.param("device", marks=pytest.mark.ci)
+# The same, and waits for calls of Buffers wait on the host.
+HOST_WAITS_LAYOUT = pytest.param("device-host", marks=pytest.mark.ci)
 # The low latency mode of Buffers by kernels.
 KERNELS_LAYOUT = pytest.param("device-kernels", marks=pytest.mark.ci)
 # The same with the ranks on two hosts.
@@ -182,7 +184,7 @@ def crews(two_hosts: Callable[[], hosts.Hosts]) -> Iterator[Crews]:
     crews.close()
 
 
-@pytest.fixture(params=["shm", DEVICE_LAYOUT, KERNELS_LAYOUT, HOSTS_LAYOUT])
+@pytest.fixture(params=["shm", DEVICE_LAYOUT, HOST_WAITS_LAYOUT, KERNELS_LAYOUT, HOSTS_LAYOUT])
 def ep(crews: Crews, request: pytest.FixtureRequest) -> ep_crew.EpCrew:
     """Four ranks for expert parallelism."""
     return ep_crew.EpCrew(request.param, lambda: crews.get(request.param, ep_crew.SIZE))

@@ -22,6 +22,7 @@ def settings(layout: str) -> dict[str, str]:
     return {
         VARIABLE: TESTED,
         "MOONCAKE_BLOCKING_WAIT": str(int("blocking" in layout)),
+        "MOONCAKE_EP_STREAM_WORDS": str(int(layout != "device-host")),
         "MOONCAKE_EP_KERNELS": str(int("kernels" in layout)),
     }
 

@@ -139,6 +139,28 @@ def test_plain_calls_do_not_wait_on_the_host():
         ranks.call(plain_calls_do_not_wait)
 
 
+def copies_of_rows(me, kernels):
+    """A kernel copies the used rows of recv_x, of its scales and of x. Without kernels all rows are
+    copied, and the results are the same."""
+    from fake_device import control
+
+    if not kernels:
+        control.inject("prepareKernels", code="unsupported")
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    given = inputs(12)
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS, use_fp8=True)
+    before = control.kernels_run()
+    ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS, use_fp8=True)
+    assert control.kernels_run() - before == 3 * kernels
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_used_rows_are_copied(kernels):
+    with crew("words") as ranks:
+        ranks.call(copies_of_rows, kernels)
+
+
 def results_come_before_later_work(me, how):
     """The stream that waits has the last row that was copied. Nothing else waits for that."""
     tokens, hidden = 256, 8192  # copies of milliseconds

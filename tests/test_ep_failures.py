@@ -33,7 +33,7 @@ OURS, FOREIGN = "mooncake", "gloo"
 # The last four: with tensors of a device, over shm or with the ranks on two hosts.
 WIRES = [
     "shm", "tcp", "fabric", "device", "device-kernels", "device-kernels-hosts",
-    pytest.param("device-words", marks=pytest.mark.slow),
+    pytest.param("device-host", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def over(transports, **more):
     if transports.startswith("device"):
         devices.prepare(DEVICE)
         more[devices.VARIABLE] = DEVICE
-        more["MOONCAKE_EP_STREAM_WORDS"] = str(int(transports == "device-words"))
+        more["MOONCAKE_EP_STREAM_WORDS"] = str(int(transports != "device-host"))
         more["MOONCAKE_EP_KERNELS"] = str(int("kernels" in transports))
         if transports.endswith("-hosts"):
             network = {"MOONCAKE_TRANSPORTS": "shm,tcp", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -308,12 +308,11 @@ def stopped_on_rank(me, victim, where):
     return agreed
 
 
-# With words the victim's error comes with a later call.
-@pytest.mark.parametrize("transports", WIRES[:-1])
+@pytest.mark.parametrize("transports", WIRES)
 @pytest.mark.parametrize("where", ["dispatch", "combine"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_stopped(victim, where, transports):
-    # By kernels, an error may come after wait() has returned, unless that waits on the host.
+    # An error may come after wait() has returned, unless that waits on the host.
     more = {"MOONCAKE_FAILURE_TIMEOUT_MS": str(int(SHORT * 1000)), "MOONCAKE_BLOCKING_WAIT": "1"}
     with crew(stopped_on_rank, victim, where, **over(transports, **more)) as ranks:
         ranks.board.wait("victim")

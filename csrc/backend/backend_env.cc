@@ -20,8 +20,10 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "0: wait() for tensors of a device waits on the host for the operation, and only then makes "
       "the stream wait for the copies"},
      flagInto<&BackendEnv::streamWords>},
-    {{"MOONCAKE_EP_STREAM_WORDS", "0",
-      "1: no wait of an EP Buffer for tensors of a device waits on the host"},
+    {{"MOONCAKE_EP_STREAM_WORDS", "1",
+      "0: waits of an EP Buffer for tensors of a device wait on the host for the operation, as "
+      "with "
+      "MOONCAKE_STREAM_WORDS=0"},
      flagInto<&BackendEnv::epStreamWords>},
     {{"MOONCAKE_EP_KERNELS", "0",
       "1: the calls of EP Buffers go by kernels for tensors of devices, in the normal mode if all "

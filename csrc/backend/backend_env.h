@@ -10,7 +10,7 @@ namespace mooncake {
 struct BackendEnv {
   bool raises = false;                     // MOONCAKE_ON_FAILURE=raise: a loss ends one operation
   bool streamWords = true;                 // MOONCAKE_STREAM_WORDS: see StreamStaging
-  bool epStreamWords = false;              // MOONCAKE_EP_STREAM_WORDS: the same for Buffers
+  bool epStreamWords = true;               // MOONCAKE_EP_STREAM_WORDS: the same for Buffers
   bool epKernels = false;                  // MOONCAKE_EP_KERNELS
   size_t pinnedCache = size_t{512} << 20;  // MOONCAKE_PINNED_CACHE
   size_t peerBytes = 0;                    // MOONCAKE_PEER_BYTES

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include "backend/arguments.h"
+#include "backend/device/host_tensors.h"
 #include "backend/ep_interrupt.h"
 #include "backend/ep_tensors.h"
 #include "backend/errors.h"
@@ -17,36 +18,8 @@
 namespace mooncake {
 namespace {
 
-// The tensors of one call as its run needs them: as they are, or copies in host memory.
-class HostTensors {
- public:
-  explicit HostTensors(Staging* staging) : staging_(staging) {}
-
-  at::Tensor input(const at::Tensor& given, const char* what) const {
-    return staging_ ? staging_->input(given, what) : given;
-  }
-  at::Tensor output(const at::Tensor& made, const char* what) const {
-    return staging_ ? staging_->output(made, what) : made;
-  }
-  at::Tensor inOut(const at::Tensor& given, const char* what) const {
-    return staging_ ? staging_->inOut(given, what) : given;
-  }
-
- private:
-  Staging* const staging_;  // null: CPU tensors
-};
-
 at::Tensor emptyOn(const c10::Device& device, at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::TensorOptions(dtype).device(device));
-}
-
-// Number of rows that each expert of this rank received. Empty: the dispatch has not ended well.
-std::vector<int64_t> rowsByExpert(const ep::Handle& handle) {
-  if (!handle.isDone.load(std::memory_order_acquire)) return {};
-  const auto ranks = size_t(handle.shape.numRanks);
-  std::vector<int64_t> rows(handle.ranges.size() / ranks);
-  for (size_t i = 0; i < handle.ranges.size(); ++i) rows[i / ranks] += handle.ranges[i].count;
-  return rows;
 }
 
 ep::RowFormat formatOf(const EpBuffer::DispatchArguments& given) {
@@ -90,11 +63,16 @@ EpBuffer::EpBuffer(std::shared_ptr<ep::Buffer> buffer, Options options)
       buffer_(std::move(buffer)),
       results_(BlockCache::make(buffer_->bytes())),
       streams_({.words = options_.streams.words && !options_.raises,
+                .rows = true,
                 .pinnedCache = options_.streams.pinnedCache},
                std::chrono::duration_cast<std::chrono::milliseconds>(options_.timeout)) {}
 
 std::shared_ptr<Staging> EpBuffer::stagingFor(const c10::Device& device) {
   return device.is_cpu() ? nullptr : streams_.stagingOn(device);
+}
+
+bool EpBuffer::usesWords(const c10::Device& device) {
+  return !device.is_cpu() && stagingFor(device)->isOrdered();
 }
 
 void EpBuffer::checkDispatch(const DispatchArguments& given) const {
@@ -244,8 +222,9 @@ void EpBuffer::makeStagedRows(Dispatch& made, DispatchRun& run) {
   const auto [local, rows, hidden] = sizesOfRows(*call.handle);
   const bool usesFp8 = call.format != ep::RowFormat::kBf16;
   made.rows = emptyOn(device, {local, rows, hidden}, usesFp8 ? at::kFloat8_e4m3fn : at::kBFloat16);
-  const at::Tensor host = made.call.staging->output(
-      made.rows, "recv_x", [handle = call.handle] { return rowsByExpert(*handle); });
+  Staging& staging = *made.call.staging;
+  made.handle.usedRows = run.usedRows = staging.newCounts(local);
+  const at::Tensor host = staging.output(made.rows, "recv_x", {.counts = run.usedRows});
   run.kept.push_back(host);
   call.rows = static_cast<std::byte*>(host.mutable_data_ptr());
   if (!usesFp8) return;
@@ -253,7 +232,8 @@ void EpBuffer::makeStagedRows(Dispatch& made, DispatchRun& run) {
   const at::Tensor scales =
       emptyOn(device, {local, words, rows}, call.packsScales ? at::kInt : at::kFloat);
   made.scales = scales.transpose(1, 2);
-  run.kept.push_back(made.call.staging->output(scales, "the scales of recv_x"));
+  run.kept.push_back(
+      staging.output(scales, "the scales of recv_x", {.counts = run.usedRows, .areLast = true}));
   call.scales = static_cast<std::byte*>(run.kept.back().mutable_data_ptr());
 }
 
@@ -310,7 +290,7 @@ EpBuffer::Combine EpBuffer::combine(const CombineArguments& given) {
   call.rowStride = ep::bf16Bytes(handle->shape.hidden);
   if (staging) {
     run->x = staging->input(given.zeroCopy ? *inPlaceOnDevice_ : given.x, "x",
-                            [handle] { return rowsByExpert(*handle); });
+                            {.counts = given.handle.usedRows});
   } else if (given.zeroCopy) {
     call.isInPlace = true;
     call.expectedNumber = inPlace_->number;
@@ -343,7 +323,10 @@ std::function<Status(ep::Memory&)> EpBuffer::runOf(Call call) const {
        turn = std::make_shared<StagedTurn>(std::move(call.staging))](ep::Memory& memory) {
         Status inputs = turn->fetch(memory.group);
         if (inputs.ok()) inputs = run->read();
-        Status status = turn->end(run->run(memory, inputs, deadlineIn(limit)));
+        Status status = run->run(memory, inputs, deadlineIn(limit));
+        // Before the stream goes on: a program that has waited for it learns of the error.
+        if (!status.ok() && endsGroup) memory.group.fail(status.error());
+        status = turn->end(std::move(status));
         if (!status.ok() && endsGroup) memory.group.fail(status.error());
         return status;
       };
@@ -375,9 +358,9 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
     task = buffer_->submit(std::move(run), inBackground || isOrdered);
   }
   interrupt.rethrow();
-  if (!inBackground && !isOrdered) throwIfError(task->status());
-  if (!inBackground && staging) staging->block();
-  return std::make_shared<EpTaskWork>(buffer_, std::move(task), staging);
+  auto work = std::make_shared<EpTaskWork>(buffer_, std::move(task), staging, options_.blocks);
+  if (!inBackground) work->wait();
+  return work;
 }
 
 at::Tensor EpBuffer::nextCombineBuffer(const EpHandle& handle) {

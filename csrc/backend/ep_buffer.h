@@ -31,6 +31,9 @@ struct EpHandle {
   std::shared_ptr<ep::Handle> dispatch;
   c10::Device device;          // the tensors of the dispatch are on it, and those of its combines
   std::optional<EpKept> kept;  // of a dispatch by kernels
+  // Of a dispatch through host memory: the rows that each expert of this rank received, from the
+  // dispatch's end on. See Staging::UsedRows.
+  at::Tensor usedRows;
 };
 
 // Makes the group of a buffer over a group of ours. Collective over the group. Throws.
@@ -53,6 +56,7 @@ class EpBuffer {
     bool renormalizes = false;
     bool raises = false;     // mode `raise`
     StreamSettings streams;  // in mode `raise` without words
+    bool blocks = false;     // waits for tensors of a device wait on the host
     // Null: tensors of devices go through host memory. A buffer has those of its mode.
     std::shared_ptr<EpKernels> kernels;
     std::shared_ptr<TokenKernels> tokens;
@@ -144,6 +148,11 @@ class EpBuffer {
   c10::Stream streamOn(const c10::Device& device);
   size_t numBytes() const { return buffer_->bytes(); }
   const std::shared_ptr<ep::Buffer>& buffer() const { return buffer_; }
+  // Returns the way of one call's tensors to host memory; null for CPU tensors.
+  std::shared_ptr<Staging> stagingFor(const c10::Device& device);
+  // Whether streams of the device wait for calls through host memory, and the host does not. Then a
+  // call that fails ends the buffer.
+  bool usesWords(const c10::Device& device);
   // Memory for the results of calls, see newResult().
   const std::shared_ptr<BlockCache>& results() const { return results_; }
   const std::shared_ptr<TokenKernels>& tokens() const { return options_.tokens; }
@@ -168,7 +177,6 @@ class EpBuffer {
     int64_t local, rows, hidden;
   };
   RowSizes sizesOfRows(const ep::Handle& handle) const;
-  std::shared_ptr<Staging> stagingFor(const c10::Device& device);
   Dispatch dispatchByKernels(const DispatchArguments& given, std::shared_ptr<ep::Handle> handle);
   Combine combineByKernels(const CombineArguments& given);
   void makeRows(Dispatch& made, DispatchRun& run);

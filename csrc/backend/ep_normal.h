@@ -12,8 +12,9 @@
 namespace mooncake {
 
 // DeepEP's normal mode over an EpBuffer: a token's row goes once to each rank that has one of its
-// experts, and the results have the sizes that the tokens of all ranks add up to. Tensors are the
-// CPU's and contiguous. One thread calls. All functions throw.
+// experts, and the results have the sizes that the tokens of all ranks add up to. Tensors are
+// contiguous, and the CPU's except where a comment says otherwise. One thread calls. All functions
+// throw.
 class EpNormal {
  public:
   explicit EpNormal(EpBuffer& buffer) : buffer_(buffer) {}
@@ -31,8 +32,9 @@ class EpNormal {
     // int32 [tokens][any]: the ranks of each token, in the order in which the combine adds their
     // rows. -1 is none, in any place.
     const at::Tensor& ranks;
-    int64_t maxTokens;  // of one rank; the same on all ranks
-    int64_t hidden;     // channels of the rows that the combine brings back
+    int64_t maxTokens;               // of one rank; the same on all ranks
+    int64_t hidden;                  // channels of the rows that the combine brings back
+    const std::vector<bool>& among;  // the ranks that may take part; empty: all
     const std::optional<at::Tensor>& activeRanks;
     int64_t timeoutMicros;
     const std::string& error;  // not empty: ends the call on all ranks, as an invalid argument
@@ -53,7 +55,12 @@ class EpNormal {
   };
   // Waits for its end. Without Python's lock.
   Dispatch dispatch(const DispatchArguments& given);
+  // A dispatch whose results have known places: those of rank r are in `into` from begins[r] up to
+  // ends[r], and zeros if it takes no part. `fields`, `into`, without sources, and `activeRanks` are
+  // on one device.
+  EpBuffer::Call dispatchOnDevice(const DispatchArguments& given);
 
+  // All tensors are on the device of x, or the CPU's.
   struct CombineArguments {
     const at::Tensor& x;  // bfloat16 [rows][hidden]
     // Not empty, by rank: the place in x of the first row that came from it. Then x and extras have
@@ -67,6 +74,7 @@ class EpNormal {
     const at::Tensor& sums;
     const std::optional<at::Tensor>& extraSums;
     const at::Tensor& missing;
+    const std::vector<bool>& among;  // the ranks that may take part; empty: all
     const std::optional<at::Tensor>& activeRanks;
     int64_t timeoutMicros;
   };

@@ -40,6 +40,8 @@ Status DispatchRun::run(const ep::Memory& memory, const Status& inputs, Deadline
   MOONCAKE_TRY(ep::dispatch(memory, call, ending));
   MOONCAKE_TRY(inputs);  // the other ranks have skipped this one
   if (activeRanks) clearOthers(*activeRanks, handle.shape.numRanks, ending.participants);
+  if (usedRows.defined())
+    std::memcpy(usedRows.mutable_data_ptr(), counts.const_data_ptr(), counts.nbytes());
   return {};
 }
 

@@ -31,6 +31,7 @@ class DispatchRun final : public EpRun {
   int rank = 0;
   at::Tensor x, topk, counts, sources, ranges;
   std::optional<at::Tensor> activeRanks, addedCounts, waits;
+  at::Tensor usedRows;           // of Staging::newCounts(), or not defined
   std::vector<at::Tensor> kept;  // the tensors that call.rows and call.scales lie in
 };
 

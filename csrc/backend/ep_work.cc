@@ -21,9 +21,11 @@ void EpTaskWork::wait() {
   const bool isOrdered = staging_ && staging_->isOrdered();
   // The stream goes on after an error, too, and what the program calls next comes after that.
   if (isOrdered) staging_->block();
-  if (isOrdered && !task_->isDone()) return;
+  if (isOrdered && !blocks_ && !task_->isDone()) return;
   awaitOnHost();
-  if (staging_ && !isOrdered) staging_->block();
+  if (!staging_) return;
+  if (!isOrdered) staging_->block();
+  if (blocks_) staging_->synchronize();
 }
 
 void EpTaskWork::synchronize() {

@@ -29,10 +29,13 @@ class EpWork {
 // One that the buffer's thread or the caller's does.
 class EpTaskWork final : public EpWork {
  public:
-  // `staging`: null for a call with CPU tensors.
+  // `staging`: null for a call with CPU tensors. `blocks`: wait() also does what synchronize() does.
   EpTaskWork(std::shared_ptr<ep::Buffer> buffer, std::shared_ptr<ep::Task> task,
-             std::shared_ptr<Staging> staging)
-      : buffer_(std::move(buffer)), task_(std::move(task)), staging_(std::move(staging)) {}
+             std::shared_ptr<Staging> staging, bool blocks)
+      : buffer_(std::move(buffer)),
+        task_(std::move(task)),
+        staging_(std::move(staging)),
+        blocks_(blocks) {}
 
   std::shared_ptr<ep::Task> task() const override { return task_; }
   bool isCompleted() const override;
@@ -45,6 +48,7 @@ class EpTaskWork final : public EpWork {
   const std::shared_ptr<ep::Buffer> buffer_;
   const std::shared_ptr<ep::Task> task_;
   const std::shared_ptr<Staging> staging_;
+  const bool blocks_;
 };
 
 }  // namespace mooncake

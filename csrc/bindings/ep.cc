@@ -19,6 +19,7 @@
 #include "backend/mooncake_backend.h"
 #include "base/log.h"
 #include "base/thread.h"
+#include "bindings/capture.h"
 #include "bindings/ep_tokens.h"
 #include "bindings/transfer.h"
 #include "ep/own_job.h"
@@ -104,6 +105,7 @@ std::unique_ptr<EpBuffer> makeBuffer(
     const std::string& routeHint, bool renormalizes, bool raises,
     const std::optional<InnerTransferEngine>& engine, const std::vector<std::string>& devices,
     bool hasResults) {
+  refuseCaptureOfConstruction("the construction of a Buffer cannot be recorded");
   const Deadline deadline = EpBuffer::deadlineIn(timeout);
   const auto env = orThrow(BackendEnv::read());
   std::unique_ptr<Group> group;
@@ -139,7 +141,9 @@ std::unique_ptr<EpBuffer> makeBuffer(
       EpBuffer::Options{.timeout = timeout,
                         .renormalizes = renormalizes,
                         .raises = raises,
-                        .streams = {.words = env.epStreamWords, .pinnedCache = env.pinnedCache},
+                        .streams = {.words = env.streamWords && env.epStreamWords,
+                                    .pinnedCache = env.pinnedCache},
+                        .blocks = env.blockingWait,
                         .kernels = std::move(kernels),
                         .tokens = std::move(tokens)});
 }
@@ -219,6 +223,7 @@ DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>&
                                          .ranks = ranks,
                                          .maxTokens = maxTokens,
                                          .hidden = hidden,
+                                         .among = {},
                                          .activeRanks = activeRanks,
                                          .timeoutMicros = timeoutMicros,
                                          .error = error,
@@ -236,7 +241,9 @@ std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, con
                                       const std::vector<at::Tensor>& biases,
                                       const MaybeTensor& activeRanks, int64_t timeoutMicros,
                                       bool inBackground, const std::vector<int64_t>& firstRows,
-                                      const std::shared_ptr<EpWork>& after) {
+                                      const std::shared_ptr<EpWork>& after,
+                                      const std::vector<bool>& among) {
+  py::gil_scoped_release unlocked;
   auto call = EpNormal(buffer).combine({.x = x,
                                         .firstRows = firstRows,
                                         .handle = handle,
@@ -245,10 +252,31 @@ std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, con
                                         .sums = sums,
                                         .extraSums = extraSums,
                                         .missing = missing,
+                                        .among = among,
                                         .activeRanks = activeRanks,
                                         .timeoutMicros = timeoutMicros});
-  py::gil_scoped_release unlocked;
   return buffer.submit(std::move(call), endsOf(inBackground, false), after);
+}
+
+std::shared_ptr<EpWork> sendTokensAgain(
+    EpBuffer& buffer, const std::vector<at::Tensor>& fields, const std::vector<at::Tensor>& into,
+    const at::Tensor& ranks, int64_t maxTokens, int64_t hidden, const std::vector<int64_t>& begins,
+    const std::vector<int64_t>& ends, const std::vector<bool>& among,
+    const MaybeTensor& activeRanks, int64_t timeoutMicros, uint32_t agreed) {
+  py::gil_scoped_release unlocked;
+  auto call = EpNormal(buffer).dispatchOnDevice({.fields = fields,
+                                                 .ranks = ranks,
+                                                 .maxTokens = maxTokens,
+                                                 .hidden = hidden,
+                                                 .among = among,
+                                                 .activeRanks = activeRanks,
+                                                 .timeoutMicros = timeoutMicros,
+                                                 .error = {},
+                                                 .into = into,
+                                                 .begins = begins,
+                                                 .ends = ends,
+                                                 .agreed = agreed});
+  return buffer.submit(std::move(call), Ends::kAtOnce);
 }
 
 void bindNormalMode(py::class_<EpBuffer>& buffer) {
@@ -278,7 +306,13 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
            py::arg("missing"), py::arg("extras") = none, py::arg("extra_sums") = none,
            py::arg("biases") = std::vector<at::Tensor>(), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1, py::arg("background") = false,
-           py::arg("first_rows") = std::vector<int64_t>(), py::arg("after") = none);
+           py::arg("first_rows") = std::vector<int64_t>(), py::arg("after") = none,
+           py::arg("among") = std::vector<bool>())
+      .def("send_tokens_again", &sendTokensAgain, py::arg("fields"), py::arg("into"),
+           py::arg("token_ranks"), py::arg("num_max_tokens"), py::arg("hidden"), py::arg("begins"),
+           py::arg("ends"), py::arg("among"), py::arg("active_ranks") = none,
+           py::arg("timeout_us") = -1, py::arg("agreed") = 0)
+      .def("uses_words", &EpBuffer::usesWords, py::arg("device"));
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include <optional>
 #include <set>
 
-#include <ATen/DeviceAccelerator.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,7 +12,6 @@
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
-#include "backend/device/accelerator_of.h"
 #include "backend/device/device_backend.h"
 #include "backend/device/kernel_work.h"
 #include "backend/device/symmetric_allocator.h"
@@ -24,6 +22,7 @@
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
 #include "backend/signals.h"
+#include "bindings/capture.h"
 #include "bindings/ep.h"
 #include "bindings/for_tests.h"
 #include "bindings/futures.h"
@@ -171,19 +170,6 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
 }
 
-void refuseCapturedConstruction() {
-  const auto type = at::getAccelerator();
-  if (!type) return;
-  // A device that the program does not use must not be initialised for this.
-  const py::module_ torch = py::module_::import("torch");
-  const std::string name = c10::DeviceTypeName(*type, /*lower_case=*/true);
-  const py::object module = py::getattr(torch, name.c_str(), py::none());
-  if (!py::hasattr(module, "is_initialized") || !module.attr("is_initialized")().cast<bool>())
-    return;
-  mooncake::refuseCapture(at::accelerator::getCurrentStream(at::accelerator::getDeviceIndex()),
-                          "the construction of a process group cannot be recorded");
-}
-
 mooncake::Result<mooncake::PeerTable> peerTableOf(const std::string& path) {
   if (path.empty()) return mooncake::PeerTable();
   auto table = mooncake::PeerTable::read(path);
@@ -196,7 +182,7 @@ c10::intrusive_ptr<PythonBackend> createBackend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::vector<int> globalRanks,
     std::string groupId, std::chrono::duration<double> timeout, std::string backendName,
     const py::dict& options, const std::optional<c10::intrusive_ptr<PythonBackend>>& world) {
-  refuseCapturedConstruction();
+  mooncake::refuseCaptureOfConstruction("the construction of a process group cannot be recorded");
   auto env = mooncake::EngineEnv::read();
   if (!env.ok()) mooncake::throwError(env.error());
   const auto groupEnv = mooncake::GroupEnv::read();

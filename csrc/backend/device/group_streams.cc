@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "backend/arguments.h"
+#include "base/log.h"
+#include "device/row_copies.h"
 
 namespace mooncake {
 namespace {
@@ -17,6 +19,15 @@ std::unique_ptr<StreamWords> wordsFor(const OwnStream& stream) {
 
 std::unique_ptr<WaitWords> waitWordsFor(const OwnStream& stream, bool hasWords) {
   return hasWords ? orThrow(WaitWords::make(*stream.accelerator())) : nullptr;
+}
+
+bool canCopyRows(const OwnStream& stream) {
+  const c10::Device device = stream.stream().device();
+  const Status ready = prepareRowCopies(*stream.accelerator(), device.index());
+  if (ready.ok()) return true;
+  log(LogLevel::kWarning, device.str(),
+      "tensors are copied whole, with the rows that are not used: ", ready.error().message);
+  return false;
 }
 
 // Lives until the process ends, as tensors of its memory may.
@@ -38,6 +49,7 @@ GroupStreams::GroupStreams(const c10::Device& device, const StreamSettings& sett
     : collectives_(device),
       callbacks_(device),
       words_(settings.words ? wordsFor(collectives_) : nullptr),
+      copiesRows_(settings.rows && words_ && canCopyRows(collectives_)),
       waitWords_(waitWordsFor(collectives_, words_ != nullptr)),
       pinned_(poolOf(collectives_, settings.pinnedCache)) {}
 

@@ -22,6 +22,8 @@ class GroupStreams {
   GroupStreams(const c10::Device& device, const StreamSettings& settings);
 
   const c10::Stream& collectives() const { return collectives_.stream(); }
+  // Null: torch alone drives the device.
+  Accelerator* accelerator() const { return collectives_.accelerator(); }
   // For collectives that are recorded into a graph of the program. It joins one capture at a time.
   const c10::Stream& recordings();
   // Null: the host waits for collectives.
@@ -30,6 +32,8 @@ class GroupStreams {
   // sparse tensors. It waits for that stream only: a message may not wait for another stream's, nor
   // for collectives.
   const c10::Stream& messages(const c10::Stream& callers);
+  // Whether a kernel copies used rows, see copyRows(). False without words.
+  bool copiesRows() const { return copiesRows_; }
   // For streams that wait for messages. Null if words() is.
   WaitWords* waitWords() const { return waitWords_.get(); }
   // For values of futures. It waits for them in the order of the calls.
@@ -42,6 +46,7 @@ class GroupStreams {
   const OwnStream collectives_;
   const OwnStream callbacks_;
   const std::unique_ptr<StreamWords> words_;
+  const bool copiesRows_;
   const std::unique_ptr<WaitWords> waitWords_;
   PinnedPool* const pinned_;
   std::mutex mutex_;                                   // guards the fields below

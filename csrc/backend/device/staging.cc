@@ -11,8 +11,10 @@
 #include "backend/device/accelerator_of.h"
 #include "backend/device/group_streams.h"
 #include "backend/device/keep_until_passed.h"
+#include "backend/errors.h"
 #include "backend/signals.h"
 #include "backend/tensors.h"
+#include "device/row_copies.h"
 #include "group/group.h"
 
 namespace mooncake {
@@ -53,6 +55,13 @@ at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput
   copies_.push_back({tensor.detach(), host, isInput, isOutput, std::move(used)});
   hasOutputs_ |= isOutput;
   return host;
+}
+
+at::Tensor Staging::newCounts(int64_t blocks) {
+  const at::NoGradGuard plain;
+  at::Tensor counts;
+  enqueue([&] { counts = emptyOnHost(at::empty({blocks}, at::kInt)); });
+  return counts.zero_();
 }
 
 at::Tensor Staging::emptyOnHost(const at::Tensor& tensor) {
@@ -106,18 +115,41 @@ void Staging::markReached() {
 
 template <typename Visit>
 void Staging::forParts(const Copy& copy, const Visit& visit) const {
-  if (!copy.used || isOrdered()) return visit(copy.device, copy.host);
-  const std::vector<int64_t> used = copy.used();
-  for (size_t block = 0; block < used.size(); ++block) {
+  const auto& [counts, areLast] = copy.used;
+  if (!counts.defined() || areLast || isOrdered()) return visit(copy.device, copy.host);
+  const int32_t* const used = counts.const_data_ptr<int32_t>();
+  for (int64_t block = 0; block < counts.numel(); ++block) {
     if (used[block] == 0) continue;
     const auto part = [&](const at::Tensor& all) {
-      return all.select(0, int64_t(block)).narrow(0, 0, used[block]);
+      return all.select(0, block).narrow(0, 0, used[block]);
     };
     visit(part(copy.device), part(copy.host));
   }
 }
 
-void Staging::copyToHost(const Copy& copy) const {
+bool Staging::isByKernel(const Copy& copy) const {
+  return copy.used.counts.defined() && isOrdered() && streams_->copiesRows();
+}
+
+void Staging::copyUsedRows(const Copy& copy, const c10::Stream& stream, bool toHost) const {
+  const at::Tensor& counts = copy.used.counts;
+  const at::Tensor& all = copy.device;
+  const int64_t blocks = copy.used.areLast ? all.size(0) * all.size(1) : all.size(0);
+  const int64_t rows = copy.used.areLast ? all.size(2) : all.size(1);
+  if (all.numel() == 0) return;
+  void *const onDevice = all.data_ptr(), *const onHost = copy.host.data_ptr();
+  throwIfError(mooncake::copyRows(*streams_->accelerator(), OwnStream::nativeOf(stream),
+                                  {.to = toHost ? onHost : onDevice,
+                                   .from = toHost ? onDevice : onHost,
+                                   .counts = counts.const_data_ptr<int32_t>(),
+                                   .blocks = uint32_t(blocks),
+                                   .blocksEach = uint32_t(blocks / counts.numel()),
+                                   .rows = uint32_t(rows),
+                                   .rowBytes = all.nbytes() / size_t(blocks * rows)}));
+}
+
+void Staging::copyToHost(const Copy& copy, const c10::Stream& stream) const {
+  if (isByKernel(copy)) return copyUsedRows(copy, stream, true);
   const PlainWrites plain(copy.host);
   forParts(copy, [](const at::Tensor& device, const at::Tensor& host) {
     // torch conjugates and negates the copy on the host, without a wait for an asynchronous one.
@@ -131,7 +163,7 @@ void Staging::copyIn(const c10::Stream& stream) {
     if (copy.isInput && isCut()) {
       copyPieces(copy, stream);
     } else if (copy.isInput) {
-      copyToHost(copy);
+      copyToHost(copy, stream);
     }
     keepUntilPassed(copy.device, stream);
   }
@@ -172,7 +204,7 @@ Status Staging::fetchAgainOn(const c10::Stream& stream, Group& group) const {
 void Staging::copyInputs(const c10::Stream& stream) const {
   const c10::StreamGuard on(stream);
   for (const Copy& copy : copies_) {
-    if (copy.isInput) copyToHost(copy);
+    if (copy.isInput) copyToHost(copy, stream);
   }
 }
 
@@ -192,7 +224,8 @@ void Staging::forgetOwners() {
 void Staging::keepOutputs(const c10::Stream& stream) const {
   const c10::StreamGuard on(stream);
   for (const Copy& copy : copies_) {
-    if (copy.isOutput) copyToHost(copy);
+    // The counts of an operation that failed are zero.
+    if (copy.isOutput && !isByKernel(copy)) copyToHost(copy, stream);
   }
 }
 
@@ -200,12 +233,17 @@ void Staging::copyOut(const c10::Stream& stream) const {
   const c10::StreamGuard on(stream);
   for (const Copy& copy : copies_) {
     if (!copy.isOutput) continue;
-    const PlainWrites plain(copy.device);
-    forParts(copy, [](const at::Tensor& device, const at::Tensor& host) {
-      device.copy_(host, /*non_blocking=*/true);
-    });
+    copyToDevice(copy, stream);
     keepUntilPassed(copy.device, stream);
   }
+}
+
+void Staging::copyToDevice(const Copy& copy, const c10::Stream& stream) const {
+  if (isByKernel(copy)) return copyUsedRows(copy, stream, false);
+  const PlainWrites plain(copy.device);
+  forParts(copy, [](const at::Tensor& device, const at::Tensor& host) {
+    device.copy_(host, /*non_blocking=*/true);
+  });
 }
 
 Error Staging::lateError(const Group& group) const {

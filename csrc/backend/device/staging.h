@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -48,12 +49,18 @@ class Staging {
   at::Tensor input(const at::Tensor& tensor, const char* what) { return input(tensor, what, {}); }
   at::Tensor output(const at::Tensor& tensor, const char* what) { return output(tensor, what, {}); }
   at::Tensor inOut(const at::Tensor& tensor, const char* what);
-  // Returns how many rows at the beginning of each block of a tensor [blocks, rows, ...] are used.
-  // The others are not copied. Called when the copy is enqueued. An ordered staging enqueues it at
-  // the call, when the numbers are not known yet, and copies all.
-  using UsedRows = std::function<std::vector<int64_t>()>;
+  // Tells how many rows at the beginning of each block of a tensor [blocks, rows, ...] are used. The
+  // others are not copied. An ordered staging enqueues the copy before it knows the numbers: it needs
+  // a kernel for that, else it copies all rows.
+  struct UsedRows {
+    at::Tensor counts;     // of newCounts(). Not defined: all rows are copied
+    bool areLast = false;  // the tensor is [blocks, any, rows], and only a kernel leaves rows out
+  };
   at::Tensor input(const at::Tensor& tensor, const char* what, UsedRows used);
   at::Tensor output(const at::Tensor& tensor, const char* what, UsedRows used);
+  // Returns int32 [blocks] of zeros in pinned memory. For inputs, they are set before the operation;
+  // for outputs, by the operation, if it succeeds.
+  at::Tensor newCounts(int64_t blocks);
 
   // Ends the group. Called if the device or its driver fails while the call is enqueued: then this
   // rank does not begin an operation that the others wait for. They must not take its next one for
@@ -169,7 +176,7 @@ class Staging {
     at::Tensor host;
     bool isInput = false;
     bool isOutput = false;
-    UsedRows used;  // empty: all are copied
+    UsedRows used;
   };
 
   at::Tensor add(const at::Tensor& tensor, const char* what, bool isInput, bool isOutput,
@@ -177,7 +184,11 @@ class Staging {
   // Calls visit(device, host) for each part of the tensor that is copied.
   template <typename Visit>
   void forParts(const Copy& copy, const Visit& visit) const;
-  void copyToHost(const Copy& copy) const;
+  bool isByKernel(const Copy& copy) const;
+  void copyUsedRows(const Copy& copy, const c10::Stream& stream, bool toHost) const;
+  // Both enqueue on `stream`, which is the current one.
+  void copyToHost(const Copy& copy, const c10::Stream& stream) const;
+  void copyToDevice(const Copy& copy, const c10::Stream& stream) const;
   void copyPieces(const Copy& copy, const c10::Stream& stream);
   Error lateError(const Group& group) const;
 
