@@ -20,10 +20,11 @@ EP = "ep_*"
 ROOMS = {
     "csrc/collectives": COLLECTIVES,
     "csrc/group": f"{COLLECTIVES} {MESSAGES} {EP}",
-    "csrc/backend": f"{COLLECTIVES} {MESSAGES} {EP} callers device ecosystem exits hangs supported",
+    "csrc/backend": f"{COLLECTIVES} {MESSAGES} {EP} callers device* ecosystem exits hangs "
+    "supported",
     "csrc/transfer": "transfer*",
     "csrc/engine": f"{COLLECTIVES} {ENGINE}",
-    "csrc/device": "fake_device device ep_device transfer_device",
+    "csrc/device": "fake_device device* ep_device transfer_device",
     "csrc/ep": EP,
     "kernels": f"kernels {EP}",
     "ep": EP,
@@ -31,7 +32,7 @@ ROOMS = {
     "mooncake_backend/demo": "demo readme",
     "mooncake_backend/transfer": "transfer*",
     "mooncake_backend": "beginning callers errors groups hangs packaging readme supported surface",
-    "tests/fake_device": "fake_device device ep_device transfer_device",
+    "tests/fake_device": "fake_device device* ep_device transfer_device",
     "docs": "docs readme supported ep_docs transfer_docs",
     "README.md": "docs readme supported",
     "pyproject.toml": "packaging",

@@ -15,6 +15,8 @@ from fake_device.native import extension
 inject = extension.inject
 # lose_context(): every later call fails, and work that streams hold does not run.
 lose_context = extension.lose_context
+# callers(): names of the threads that have called the devices.
+callers = extension.callers
 # kernels_run(): number of kernels that have begun.
 kernels_run = extension.kernels_run
 # blocks_run(): number of their blocks.

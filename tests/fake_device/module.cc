@@ -1,5 +1,6 @@
 #include <c10/core/TensorImpl.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "allocator.h"
 #include "gate.h"
@@ -117,6 +118,7 @@ PYBIND11_MODULE(_fake_device, m) {
 
   m.def("inject", &inject, py::arg("call"), py::arg("n") = 1, py::arg("times") = 1,
         py::arg("code") = "system");
+  m.def("callers", [] { return devices().callers(); });
   m.def("kernels_run", &kernelsRun);
   m.def("blocks_run", &blocksRun);
   m.def("lose_context", [] { devices().loseContext(); });

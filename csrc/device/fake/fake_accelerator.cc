@@ -112,6 +112,7 @@ void FakeAccelerator::end(Deadline deadline) {
 }
 
 Status FakeAccelerator::enter(const char* call) {
+  callers_.note();
   if (isForked()) {
     return failed(call, ErrorCode::kAborted,
                   "the devices belong to the process that this one was forked from. Start the "
@@ -162,6 +163,7 @@ void FakeAccelerator::free(std::span<std::byte> memory) {
 }
 
 void FakeAccelerator::retire(const char* call, const void* start, FakeMemory::Origin origin) {
+  callers_.note();
   if (isForked()) return;
   const std::shared_ptr<void> mapping = memory_.release(start, origin);
   if (mapping) return streams_.retain(mapping);
@@ -175,6 +177,7 @@ Result<DeviceStream> FakeAccelerator::createStream(int device) {
 }
 
 void FakeAccelerator::destroyStream(DeviceStream stream) {
+  callers_.note();
   if (isForked() || streams_.destroy(stream)) return;
   log(LogLevel::kError, "device", "fake destroyStream: there is no such stream of device ",
       stream.device, ", or it is the default one");

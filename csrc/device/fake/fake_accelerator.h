@@ -9,6 +9,7 @@
 
 #include "base/deadline.h"
 #include "base/fork.h"
+#include "device/fake/fake_callers.h"
 #include "device/fake/fake_devices.h"
 #include "device/fake/fake_failures.h"
 #include "device/fake/fake_kernel_table.h"
@@ -59,6 +60,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   void free(std::span<std::byte> memory) override;
   void setKernels(FakeKernels kernels) override;
   Status inject(FakeFailure failure) override;
+  std::vector<std::string> callers() const override { return callers_.names(); }
   void loseContext() override;
   void limitMemory(size_t bytes) override;
   Status beginCapture(DeviceStream stream) override;
@@ -85,6 +87,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   const uint32_t forkGeneration_ = forkGeneration();
   FakeMemory memory_;
   FakeFailures failures_;
+  FakeCallers callers_;
   FakeKernelTable kernels_;
 
   std::mutex mutex_;   // guards ended_

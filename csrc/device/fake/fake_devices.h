@@ -55,6 +55,8 @@ class FakeDevices : public Accelerator {
 
   // kInvalidArgument: no function has this name, or it cannot fail.
   virtual Status inject(FakeFailure failure) = 0;
+  // The names of all threads that have called functions which can fail, or that free something.
+  virtual std::vector<std::string> callers() const = 0;
   // From here on every call returns kSystem, and work that streams hold does not run any more.
   virtual void loseContext() = 0;
   // The bytes of device memory that allocate() and allocateShared() give at most; beyond, they return

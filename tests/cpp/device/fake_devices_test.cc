@@ -9,6 +9,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/thread.h"
 #include "child_process.h"
 #include "device/accelerator_suite.h"
 #include "device/peer_memory_suite.h"
@@ -207,6 +208,16 @@ TEST_F(FakeDevicesTest, TheNthCallFails) {
   EXPECT_EQ(codes, (std::vector{ok, full, full, ok, ok}));
   EXPECT_EQ(devices->inject({.call = "coppy"}).code(), ErrorCode::kInvalidArgument);
   EXPECT_EQ(devices->inject({.call = "copy", .n = 0}).code(), ErrorCode::kInvalidArgument);
+}
+
+TEST_F(FakeDevicesTest, ItKnowsItsCallers) {
+  const std::vector<std::string> before = devices->callers();
+  auto thread = startThread("another-one", [&] { (void)devices->describe(0); });
+  valueOf(std::move(thread)).join();
+  std::vector<std::string> expected = before;
+  expected.emplace_back("another-one");
+  std::ranges::sort(expected);
+  EXPECT_EQ(devices->callers(), expected);
 }
 
 // Calls every function that can fail, and returns the names of those that did with this code.
