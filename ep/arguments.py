@@ -95,6 +95,13 @@ def check_sums(x: Tensor, least: int, hidden: int, biases: Sequence[Tensor], tok
         check_sizes("bias", one, torch.bfloat16, (tokens, hidden))
 
 
+def check_home(home: torch.device, **given: Tensor | None) -> None:
+    """Refuses tensors that are not on this device, where the first argument of the call is."""
+    for name, one in given.items():
+        if one is not None and one.device != home:
+            raise ValueError(f"{name} is on {one.device}, x on {home}: give tensors of one device")
+
+
 def plain(tensors: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
     """Tensors with their values in memory: torch marks some as conjugated or negated instead.
     home: None: they stay on their device"""

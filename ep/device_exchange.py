@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .arguments import plain
+from .arguments import check_home, plain
 from .events import EventOverlap, profiled
 from .normal_handle import Arrived, Route
 
@@ -38,12 +38,9 @@ class Sizes:
 def check(sent: Sent, participation: Participation) -> None:
     """Refuses tensors of several devices, and tokens that kernels do not take."""
     home = sent.fields[0].device
-    given = [(f"part {number} of the rows", one) for number, one in enumerate(sent.fields)]
-    if participation.active_ranks is not None:
-        given.append(("active_ranks", participation.active_ranks))
-    for name, one in given:
-        if one.device != home:
-            raise ValueError(f"{name} is on {one.device}, x on {home}: give tensors of one device")
+    for number, field in enumerate(sent.fields):
+        check_home(home, **{f"part {number} of the rows": field})
+    check_home(home, active_ranks=participation.active_ranks)
     width = sent.token_ranks.size(1)
     if width > _MOST_OWNERS:
         raise ValueError(f"tokens have up to {width} ranks, kernels take {_MOST_OWNERS}")

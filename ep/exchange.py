@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import device_exchange
-from .arguments import Agreed, check_sizes, check_sums, check_tensor, difference, plain
+from .arguments import Agreed, check_home, check_sizes, check_sums, check_tensor, difference, plain
 from .events import EventOverlap, Operation, Work, profiled
 from .layout import CPU
 from .normal_handle import Arrived, Joined, Piece, Route, counts_of
@@ -326,6 +326,10 @@ class Exchange:
     ) -> list[Tensor] | None:
         """dispatch_again() of tensors of a device, without a wait on the host. None: they do not
         fit into the buffer at once."""
+        home = fields[0].device
+        check_home(home, active_ranks=participation.active_ranks)
+        for number, field in enumerate(fields):
+            check_home(home, **{f"part {number} of the rows": field})
         fields = plain(fields, None)
         tokens, hidden = len(fields[0]), fields[0].size(1)
         count, step = self._pieces(
@@ -516,6 +520,9 @@ class Exchange:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """combine() of tensors of a device through host memory. With words of streams the host
         waits for nothing."""
+        check_home(x.device, topk_weights=topk_weights, active_ranks=participation.active_ranks)
+        for bias in biases:
+            check_home(x.device, bias=bias)
         x, *biases = plain([x, *biases], None)
         sums = x.new_empty((route.tokens, route.hidden))
         # If the call fails, nothing is written.

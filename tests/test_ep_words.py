@@ -283,6 +283,34 @@ def test_errors_of_one_rank():
     run(test_ep_token_kernels.errors_of_one_rank)
 
 
+def tensors_of_two_devices(me, words):
+    """An error of their caller alone, or without words of all ranks. The buffer goes on."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(4, COUNTS, EXPERTS)
+    mine = given[me.rank]
+    found = buffer.dispatch(mine.x, **a_call(buffer, mine))
+    answers = answers_of(given, EXPERTS)
+    bias, active = torch.zeros_like(mine.x), torch.ones(SIZE, dtype=torch.int32)
+    for wrong in ({"bias": bias.cpu()}, {"active_ranks": active.cpu()}):
+        if words and me.rank != 1:
+            continue
+        wrong = wrong if me.rank == 1 else {}
+        kind, text = raised(lambda: buffer.combine(answers[me.rank], found[4], **wrong))  # noqa: B023
+        assert (kind, "rank 1" in text, "on cpu" in text) == ("ValueError", True, True), text
+    again = {"handle": found[4], "active_ranks": active.cpu()}
+    if words and me.rank == 1:
+        kind, text = raised(lambda: buffer.dispatch(mine.x, **again))
+        assert (kind, "rank 1" in text, "on cpu" in text) == ("ValueError", True, True), text
+    combined = buffer.combine(answers[me.rank], found[4], bias=bias, active_ranks=active)
+    check_combine(me, combined, answers, given, EXPERTS, buffer.missing_contributions)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("words", [True, False])
+def test_tensors_of_two_devices(words):
+    run(tensors_of_two_devices, words, MOONCAKE_EP_STREAM_WORDS=str(int(words)))
+
+
 def other_handles(me):
     """One rank combines the rows of another dispatch: that ends the buffer, and no stream waits."""
     buffer = Buffer(dist.group.WORLD, AMPLE)
