@@ -74,6 +74,7 @@ speed() {
   python benchmarks/bench_peer_table.py --device cuda -b 1K -e 1M --ranks 2,4 --write build/peers.txt
   for tokens in 1 128 512; do python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens "$tokens"; done
   python benchmarks/bench_ep_device.py --device cuda --ranks 8 --tokens 4096 --normal
+  for words in 1 0; do MOONCAKE_EP_STREAM_WORDS=$words python benchmarks/bench_ep_device.py --device cuda --ranks 8 --staged; done
 }
 
 mkdir -p build
