@@ -238,6 +238,41 @@ def test_large_inputs():
     staged(3, large_on_rank)
 
 
+def large_inputs_of_verbs_on_rank(me):
+    count, root = 700_001, 1
+    factor, ramp = torch.empty(1), torch.arange(me.size * count, dtype=torch.float32) % 1000
+    x, y, part, sums = torch.empty_like(ramp), *(torch.empty(count) for _ in range(3))
+    gathered = torch.empty_like(ramp)
+    graph = graphs().CUDAGraph()
+
+    def body():
+        torch.mul(ramp, factor, out=x)
+        y.copy_(x[:count])
+        dist.broadcast(y, root)
+        dist.all_gather_into_tensor(gathered, x[:count])
+        dist.reduce_scatter_tensor(sums, x)
+        dist.scatter(part, list(x.view(me.size, count)) if me.rank == root else None, root)
+
+    with graphs().graph(graph):
+        body()
+    first, mine = ramp[:count], ramp.view(me.size, count)[me.rank]
+    for round in range(6):
+        values = [float(1 + round * (rank + 1)) for rank in range(me.size)]
+        factor.fill_(values[me.rank])
+        if (round + me.rank) % 3:
+            graph.replay()
+        else:
+            body()
+        assert torch.equal(y, first * values[root])
+        assert torch.equal(gathered, torch.cat([first * value for value in values]))
+        assert torch.equal(sums, mine * sum(values))
+        assert torch.equal(part, mine * values[root])
+
+
+def test_large_inputs_of_verbs():
+    staged(3, large_inputs_of_verbs_on_rank)
+
+
 # ---- losses
 
 

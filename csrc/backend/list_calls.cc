@@ -103,14 +103,15 @@ MooncakeBackend::WorkPtr MooncakeBackend::gather(std::vector<std::vector<at::Ten
   }
   std::vector<Flat> out = flatten(results);
   Flat in = inputsBeside(inputs, placesOf(out), rank_)[0];
-  return submit(c10d::OpType::GATHER, inputs, std::move(results), opts.asyncOp,
-                [this, to, in = std::move(in), out = std::move(out),
-                 dtype = typeOf(input, "gather"), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::gather(*group_, in.bytes(), spansOf(out), dtype, to,
-                                                   Deadline::after(timeout));
-                  copyBack(status, out);
-                  return status;
-                });
+  return submit(
+      c10d::OpType::GATHER, inputs, std::move(results), opts.asyncOp,
+      [this, to, in = std::move(in), out = std::move(out), dtype = typeOf(input, "gather"),
+       timeout = effective(opts.timeout)](InputFeed* feed) {
+        Status status = mooncake::gather(*group_, in.bytes(), spansOf(out), dtype, to,
+                                         Deadline::after(timeout), feed);
+        copyBack(status, out);
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::scatter(std::vector<at::Tensor>& outputs,
@@ -126,17 +127,18 @@ MooncakeBackend::WorkPtr MooncakeBackend::scatter(std::vector<at::Tensor>& outpu
   } else {
     checkNone(inputs, "scatter");
   }
-  return submit(c10d::OpType::SCATTER, from == rank_ ? at::TensorList(inputs[0]) : at::TensorList(),
-                outputs, opts.asyncOp,
-                [this, from, out = outputBeside(output, in), in = std::move(in),
-                 dtype = typeOf(output, "scatter"), timeout = effective(opts.timeout)] {
-                  const std::vector<Span> parts = spansOf(in);
-                  Status status =
-                      mooncake::scatter(*group_, std::vector<ConstSpan>(parts.begin(), parts.end()),
-                                        out.bytes(), dtype, from, Deadline::after(timeout));
-                  if (status.ok()) out.copyBack();
-                  return status;
-                });
+  return submit(
+      c10d::OpType::SCATTER, from == rank_ ? at::TensorList(inputs[0]) : at::TensorList(), outputs,
+      opts.asyncOp,
+      [this, from, out = outputBeside(output, in), in = std::move(in),
+       dtype = typeOf(output, "scatter"), timeout = effective(opts.timeout)](InputFeed* feed) {
+        const std::vector<Span> parts = spansOf(in);
+        Status status =
+            mooncake::scatter(*group_, std::vector<ConstSpan>(parts.begin(), parts.end()),
+                              out.bytes(), dtype, from, Deadline::after(timeout), feed);
+        if (status.ok()) out.copyBack();
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
@@ -165,12 +167,13 @@ MooncakeBackend::WorkPtr MooncakeBackend::reduce_scatter(
   Flat out = outputBeside(output, in);
   return submit(c10d::OpType::REDUCE_SCATTER, inputs[0], outputs, opts.asyncOp,
                 [this, reduction, in = std::move(in), out = std::move(out),
-                 timeout = effective(opts.timeout)] {
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
                   std::vector<Buffer> parts;
                   for (const Flat& part : in) parts.push_back({part.bytes(), reduction.dtype});
                   const Buffer result{out.bytes(), reduction.dtype};
-                  Status status = mooncake::reduceScatter(*group_, parts, Buffers(&result, 1),
-                                                          reduction.kind, Deadline::after(timeout));
+                  Status status =
+                      mooncake::reduceScatter(*group_, parts, Buffers(&result, 1), reduction.kind,
+                                              Deadline::after(timeout), feed);
                   if (status.ok()) out.copyBack();
                   return status;
                 });

@@ -210,9 +210,9 @@ MooncakeBackend::WorkPtr MooncakeBackend::broadcast(std::vector<at::Tensor>& ten
   return submit(c10d::OpType::BROADCAST, tensors, tensors, opts.asyncOp,
                 [this, flat = Flat(tensor), dtype = typeOf(tensor, "broadcast"),
                  from = root(opts.rootRank, opts.rootTensor, "broadcast"),
-                 timeout = effective(opts.timeout)] {
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
                   Status status = mooncake::broadcast(*group_, flat.bytes(), dtype, from,
-                                                      Deadline::after(timeout));
+                                                      Deadline::after(timeout), feed);
                   if (status.ok() && from != rank_) flat.copyBack();
                   return status;
                 });
@@ -260,14 +260,15 @@ MooncakeBackend::WorkPtr MooncakeBackend::allgather(std::vector<std::vector<at::
                   });
   }
   Flat in = inputsBeside(inputs, placesOf(out), rank_)[0];
-  return submit(c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
-                [this, in = std::move(in), out = std::move(out),
-                 dtype = typeOf(input, "all_gather"), timeout = effective(opts.timeout)] {
-                  Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
-                                                      Deadline::after(timeout));
-                  copyBack(status, out);
-                  return status;
-                });
+  return submit(
+      c10d::OpType::ALLGATHER, inputs, outputs[0], opts.asyncOp,
+      [this, in = std::move(in), out = std::move(out), dtype = typeOf(input, "all_gather"),
+       timeout = effective(opts.timeout)](InputFeed* feed) {
+        Status status = mooncake::allgather(*group_, in.bytes(), spansOf(out), dtype,
+                                            Deadline::after(timeout), feed);
+        copyBack(status, out);
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -283,10 +284,10 @@ MooncakeBackend::WorkPtr MooncakeBackend::_allgather_base(at::Tensor& output, at
   Flat in = inputsBeside({input}, partsOf(out.place(), size_), rank_)[0];
   return submit(c10d::OpType::_ALLGATHER_BASE, input, {output}, opts.asyncOp,
                 [this, in = std::move(in), out, dtype = typeOf(input, "all_gather_into_tensor"),
-                 timeout = effective(opts.timeout)] {
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
                   Status status =
                       mooncake::allgather(*group_, in.bytes(), partsOf(out.bytes(), size_), dtype,
-                                          Deadline::after(timeout));
+                                          Deadline::after(timeout), feed);
                   if (status.ok()) out.copyBack();
                   return status;
                 });
@@ -305,9 +306,9 @@ MooncakeBackend::WorkPtr MooncakeBackend::_reduce_scatter_base(
   const Flat in = premultiplied(input, opts.reduceOp, "reduce_scatter_tensor");
   return submit(c10d::OpType::_REDUCE_SCATTER_BASE, input, {output}, opts.asyncOp,
                 [this, reduction, in, out = outputBeside(output, std::span(&in, 1)),
-                 timeout = effective(opts.timeout)] {
-                  Status status = mooncake::reduceScatter(*group_, in.bytes(), out.bytes(),
-                                                          reduction, Deadline::after(timeout));
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
+                  Status status = mooncake::reduceScatter(
+                      *group_, in.bytes(), out.bytes(), reduction, Deadline::after(timeout), feed);
                   if (status.ok()) out.copyBack();
                   return status;
                 });

@@ -6,6 +6,7 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "group/fetches.h"
 #include "group/operation.h"
 
@@ -82,17 +83,10 @@ class AllgatherRendezvous final : public Algorithm {
   std::vector<MemoryRegion> regions_;
 };
 
-}  // namespace
-
-size_t mostGatheredInSlots(const Group& group, size_t inputs) {
-  return inputs > 1 ? group.slotBytes() : group.eagerBytes();
-}
-
-Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline) {
-  const bool isSmall = packedBytes(inputs) <= mostGatheredInSlots(group, inputs.size());
-  if (!isSmall) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
-  Operation op(group, callOf({.verb = Verb::kAllgather}, inputs), deadline);
-  if (isSmall) {
+Status allgatherPiece(Group& group, const Call& call, Buffers inputs, std::span<const Span> outputs,
+                      Deadline deadline) {
+  Operation op(group, call, deadline);
+  if (packedBytes(inputs) <= mostGatheredInSlots(group, inputs.size())) {
     AllgatherEager eager(inputs, outputs);
     return op.run(eager);
   }
@@ -100,10 +94,30 @@ Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, De
   return op.run(rendezvous);
 }
 
+}  // namespace
+
+size_t mostGatheredInSlots(const Group& group, size_t inputs) {
+  return inputs > 1 ? group.slotBytes() : group.eagerBytes();
+}
+
+Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline) {
+  if (packedBytes(inputs) > mostGatheredInSlots(group, inputs.size()))
+    MOONCAKE_TRY(checkTableOf(group, inputs.size()));
+  const Call call = callOf({.verb = Verb::kAllgather}, inputs);
+  return allgatherPiece(group, call, inputs, outputs, deadline);
+}
+
 Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
-                 Deadline deadline) {
+                 Deadline deadline, InputFeed* feed) {
   const Buffer buffer = readOnly(input, dtype);
-  return allgather(group, Buffers(&buffer, 1), outputs, deadline);
+  if (!feed) return allgather(group, Buffers(&buffer, 1), outputs, deadline);
+  const Call call = callOf({.verb = Verb::kAllgather}, Buffers(&buffer, 1));
+  return runFed(group, call, *feed, input.size(), fedPieceBytes(input.size()), OnLoss::kRunAgain,
+                [&](const Call& each, size_t begin, size_t bytes) {
+                  const Buffer piece{buffer.data.subspan(begin, bytes), dtype};
+                  return allgatherPiece(group, each, Buffers(&piece, 1),
+                                        pieceOf(outputs, begin, bytes), deadline);
+                });
 }
 
 }  // namespace mooncake

@@ -26,6 +26,7 @@
 #include "base/failpoint.h"
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "collectives/landed_fetch.h"
 #include "collectives/segment_reduce.h"
 #include "group/operation.h"
@@ -364,28 +365,14 @@ Status reducePiece(Group& group, const Call& call, Buffers buffers, Deadline dea
                                                : inputsLost(group, status.error());
 }
 
-// Each piece is an operation of its own, but the call has one set of contributors: if a rank was
-// lost between two pieces, all are reduced again. Every survivor comes to the same conclusion.
-Status reduceFed(Group& group, Call call, Buffer all, InputFeed& feed, Deadline deadline) {
-  const size_t most = fedPieceBytes(all.data.size());
-  // A rank that reduces without a feed works with other pieces, and must not take part.
-  all.lengths = uint32_t(most);
-  call = callOf(call, Buffers(&all, 1));
-  std::shared_ptr<const GroupView> contributors;
-  for (size_t begin = 0; begin < all.data.size();) {
-    const size_t bytes = std::min(most, all.data.size() - begin);
-    MOONCAKE_TRY(feed.await(begin + bytes));
-    const Buffer piece{all.data.subspan(begin, bytes), all.dtype};
-    MOONCAKE_TRY(reducePiece(group, call, Buffers(&piece, 1), deadline));
-    failpoint("fed-piece");
-    begin += bytes;
-    if (!contributors) contributors = group.lastView;
-    if (group.lastView->active == contributors->active) continue;
-    contributors = nullptr;
-    begin = 0;
-    MOONCAKE_TRY(feed.restart());
-  }
-  return {};
+Status reduceFed(Group& group, const Call& call, const Buffer& all, InputFeed& feed,
+                 Deadline deadline) {
+  const size_t bytes = all.data.size();
+  return runFed(group, call, feed, bytes, fedPieceBytes(bytes), OnLoss::kRestoreAndRunAgain,
+                [&](const Call& each, size_t begin, size_t length) {
+                  const Buffer piece{all.data.subspan(begin, length), all.dtype};
+                  return reducePiece(group, each, Buffers(&piece, 1), deadline);
+                });
 }
 
 Status reduceTo(Group& group, Verb verb, Buffers buffers, ReduceKind kind, int root,

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "group/fetches.h"
 #include "group/operation.h"
 
@@ -104,22 +105,30 @@ class BroadcastRendezvous final : public Broadcast {
   MemoryRegion region_;
 };
 
-}  // namespace
-
-Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline) {
-  Operation op(group,
-               {.verb = Verb::kBroadcast,
-                .dtype = dtype,
-                .root = root,
-                .count = data.size() / dtypeSize(dtype)},
-               deadline);
+Status broadcastPiece(Group& group, const Call& call, Span data, Deadline deadline) {
+  Operation op(group, call, deadline);
   const size_t eager = group.window().fullyMapped() ? group.eagerBytes() : group.slotBytes();
   if (data.size() <= eager) {
-    BroadcastEager eager(group, data, root);
+    BroadcastEager eager(group, data, call.root);
     return op.run(eager);
   }
-  BroadcastRendezvous rendezvous(group, data, root);
+  BroadcastRendezvous rendezvous(group, data, call.root);
   return op.run(rendezvous);
+}
+
+}  // namespace
+
+Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline,
+                 InputFeed* feed) {
+  const Call call{.verb = Verb::kBroadcast,
+                  .dtype = dtype,
+                  .root = root,
+                  .count = data.size() / dtypeSize(dtype)};
+  if (!feed) return broadcastPiece(group, call, data, deadline);
+  return runFed(group, call, *feed, data.size(), fedPieceBytes(data.size()), OnLoss::kGoOn,
+                [&](const Call& each, size_t begin, size_t bytes) {
+                  return broadcastPiece(group, each, data.subspan(begin, bytes), deadline);
+                });
 }
 
 }  // namespace mooncake

@@ -33,12 +33,14 @@ using Buffers = std::span<const Buffer>;
 // A barrier (group/barrier.h) with an error that names the first late rank, or all of them.
 Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout);
 
+// With a feed, on all ranks or none, an operation takes its input as it comes; after a call that
+// failed, its output is undefined, and so is the data of a reduction in place.
+
 // Every rank's data becomes a copy of the root's.
-Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline);
+Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline,
+                 InputFeed* feed = nullptr);
 
 // Every rank's data becomes the reduction over all ranks, in rank order: the same bits everywhere.
-// With a feed, on all ranks or none, data is reduced as it comes; after a call that failed, all of
-// it is undefined.
 Status allreduce(Group& group, Span data, Reduction reduction, Deadline deadline,
                  InputFeed* feed = nullptr);
 Status allreduce(Group& group, Buffers buffers, ReduceKind kind, Deadline deadline);
@@ -49,7 +51,7 @@ Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline d
 // outputs[r] becomes rank r's input; all have the input's length. An output may be the input
 // itself.
 Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
-                 Deadline deadline);
+                 Deadline deadline, InputFeed* feed = nullptr);
 // outputs[r * inputs.size() + i] becomes rank r's inputs[i].
 Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline);
 // Most bytes of that many inputs, packed, that are exchanged in slots. The limit is higher for a
@@ -59,19 +61,20 @@ size_t mostGatheredInSlots(const Group& group, size_t inputs);
 
 // The root's outputs[r] becomes rank r's input; the other ranks have no outputs.
 Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, int root,
-              Deadline deadline);
+              Deadline deadline, InputFeed* feed = nullptr);
 
 // Output becomes the root's inputs[rank]; the other ranks have no inputs. All have the same length.
 Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
-               Deadline deadline);
+               Deadline deadline, InputFeed* feed = nullptr);
 
 // Input: n parts of the output's length, one for each rank. Output: the reduction of all ranks'
 // parts for this rank.
 Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
-                     Deadline deadline);
-// Inputs: one such input for each output, or n for each output, which are its parts.
+                     Deadline deadline, InputFeed* feed = nullptr);
+// Inputs: one such input for each output, or n for each output, which are its parts. A feed is for
+// one output.
 Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind kind,
-                     Deadline deadline);
+                     Deadline deadline, InputFeed* feed = nullptr);
 
 // inputs[r] goes to rank r, outputs[r] comes from it; any lengths that fit pair by pair, also zero.
 Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,

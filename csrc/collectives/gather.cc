@@ -6,6 +6,7 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "group/fetches.h"
 #include "group/operation.h"
 
@@ -76,22 +77,31 @@ class GatherRendezvous final : public Gather {
   std::vector<MemoryRegion> regions_;
 };
 
+Status gatherPiece(Group& group, const Call& call, ConstSpan input, std::span<const Span> outputs,
+                   Deadline deadline) {
+  Operation op(group, call, deadline);
+  if (input.size() <= group.eagerBytes()) {
+    GatherEager eager(input, outputs, call.dtype, call.root);
+    return op.run(eager);
+  }
+  GatherRendezvous rendezvous(input, outputs, call.dtype, call.root);
+  return op.run(rendezvous);
+}
+
 }  // namespace
 
 Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, int root,
-              Deadline deadline) {
-  Operation op(group,
-               {.verb = Verb::kGather,
-                .dtype = dtype,
-                .root = root,
-                .count = input.size() / dtypeSize(dtype)},
-               deadline);
-  if (input.size() <= group.eagerBytes()) {
-    GatherEager eager(input, outputs, dtype, root);
-    return op.run(eager);
-  }
-  GatherRendezvous rendezvous(input, outputs, dtype, root);
-  return op.run(rendezvous);
+              Deadline deadline, InputFeed* feed) {
+  const Call call{.verb = Verb::kGather,
+                  .dtype = dtype,
+                  .root = root,
+                  .count = input.size() / dtypeSize(dtype)};
+  if (!feed) return gatherPiece(group, call, input, outputs, deadline);
+  return runFed(group, call, *feed, input.size(), fedPieceBytes(input.size()), OnLoss::kRunAgain,
+                [&](const Call& each, size_t begin, size_t bytes) {
+                  return gatherPiece(group, each, input.subspan(begin, bytes),
+                                     pieceOf(outputs, begin, bytes), deadline);
+                });
 }
 
 }  // namespace mooncake

@@ -5,6 +5,7 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "collectives/segment_reduce.h"
 #include "group/operation.h"
 
@@ -89,28 +90,57 @@ class ReduceScatterRendezvous final : public ReduceScatter {
   std::vector<MemoryRegion> regions_;
 };
 
-}  // namespace
-
-Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind kind,
-                     Deadline deadline) {
-  for (const Buffer& output : outputs) MOONCAKE_TRY(checkReduction({output.dtype, kind}));
-  const bool isSmall = packedBytes(inputs) <= group.eagerBytes();
-  if (!isSmall) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
-  Call call = callOf({.verb = Verb::kReduceScatter, .reduce = kind}, outputs);
-  if (inputs.size() > 1) call.tensors = uint32_t(inputs.size());
+Status reducePiece(Group& group, const Call& call, Buffers inputs, Buffers outputs,
+                   Deadline deadline) {
   Operation op(group, call, deadline);
-  if (isSmall) {
-    ReduceScatterEager eager(inputs, outputs, kind);
+  if (packedBytes(inputs) <= group.eagerBytes()) {
+    ReduceScatterEager eager(inputs, outputs, call.reduce);
     return op.run(eager);
   }
-  ReduceScatterRendezvous rendezvous(inputs, outputs, kind);
+  ReduceScatterRendezvous rendezvous(inputs, outputs, call.reduce);
   return op.run(rendezvous);
 }
 
+// The parts of all ranks, each as a buffer of its own.
+std::vector<Buffer> partsOf(Buffers inputs, const Buffer& output, size_t size) {
+  if (inputs.size() == size) return {inputs.begin(), inputs.end()};
+  std::vector<Buffer> parts;
+  const size_t bytes = output.data.size();
+  for (size_t r = 0; r < size; ++r)
+    parts.push_back({inputs[0].data.subspan(r * bytes, bytes), output.dtype});
+  return parts;
+}
+
+}  // namespace
+
+Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind kind,
+                     Deadline deadline, InputFeed* feed) {
+  for (const Buffer& output : outputs) MOONCAKE_TRY(checkReduction({output.dtype, kind}));
+  if (packedBytes(inputs) > group.eagerBytes()) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
+  Call call = callOf({.verb = Verb::kReduceScatter, .reduce = kind}, outputs);
+  if (inputs.size() > 1) call.tensors = uint32_t(inputs.size());
+  if (!feed) return reducePiece(group, call, inputs, outputs, deadline);
+  const Buffer& output = outputs[0];
+  const std::vector<Buffer> parts = partsOf(inputs, output, size_t(group.size()));
+  MOONCAKE_TRY(checkTableOf(group, parts.size()));
+  const size_t most = fedPieceBytes(output.data.size(), parts.size());
+  return runFed(group, call, *feed, output.data.size(), most, OnLoss::kRunAgain,
+                [&](const Call& each, size_t begin, size_t bytes) {
+                  const auto pieceOf = [&](Buffer buffer) {
+                    buffer.data = buffer.data.subspan(begin, bytes);
+                    return buffer;
+                  };
+                  std::vector<Buffer> from;
+                  for (const Buffer& part : parts) from.push_back(pieceOf(part));
+                  const Buffer to = pieceOf(output);
+                  return reducePiece(group, each, from, Buffers(&to, 1), deadline);
+                });
+}
+
 Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
-                     Deadline deadline) {
+                     Deadline deadline, InputFeed* feed) {
   const Buffer from = readOnly(input, reduction.dtype), to{output, reduction.dtype};
-  return reduceScatter(group, Buffers(&from, 1), Buffers(&to, 1), reduction.kind, deadline);
+  return reduceScatter(group, Buffers(&from, 1), Buffers(&to, 1), reduction.kind, deadline, feed);
 }
 
 }  // namespace mooncake

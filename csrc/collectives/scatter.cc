@@ -6,6 +6,7 @@
 
 #include "collectives/buffers.h"
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "group/fetches.h"
 #include "group/operation.h"
 
@@ -74,24 +75,34 @@ class ScatterRendezvous final : public Scatter {
   std::vector<MemoryRegion> regions_;
 };
 
+Status scatterPiece(Group& group, const Call& call, std::span<const ConstSpan> inputs, Span output,
+                    Deadline deadline) {
+  std::vector<Buffer> buffers;
+  for (const ConstSpan input : inputs) buffers.push_back(readOnly(input, call.dtype));
+  Operation op(group, call, deadline);
+  if (size_t(group.size()) * aligned(output.size()) <= group.eagerBytes()) {
+    ScatterEager eager(buffers, output, call.root);
+    return op.run(eager);
+  }
+  ScatterRendezvous rendezvous(buffers, output, call.root);
+  return op.run(rendezvous);
+}
+
 }  // namespace
 
 Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
-               Deadline deadline) {
-  std::vector<Buffer> buffers;
-  for (const ConstSpan input : inputs) buffers.push_back(readOnly(input, dtype));
-  Operation op(group,
-               {.verb = Verb::kScatter,
-                .dtype = dtype,
-                .root = root,
-                .count = output.size() / dtypeSize(dtype)},
-               deadline);
-  if (size_t(group.size()) * aligned(output.size()) <= group.eagerBytes()) {
-    ScatterEager eager(buffers, output, root);
-    return op.run(eager);
-  }
-  ScatterRendezvous rendezvous(buffers, output, root);
-  return op.run(rendezvous);
+               Deadline deadline, InputFeed* feed) {
+  const Call call{.verb = Verb::kScatter,
+                  .dtype = dtype,
+                  .root = root,
+                  .count = output.size() / dtypeSize(dtype)};
+  if (!feed) return scatterPiece(group, call, inputs, output, deadline);
+  const size_t most = fedPieceBytes(output.size(), size_t(group.size()));
+  return runFed(group, call, *feed, output.size(), most, OnLoss::kGoOn,
+                [&](const Call& each, size_t begin, size_t bytes) {
+                  return scatterPiece(group, each, pieceOf(inputs, begin, bytes),
+                                      output.subspan(begin, bytes), deadline);
+                });
 }
 
 }  // namespace mooncake

@@ -81,12 +81,17 @@ void checkFactor(const Staging& staging, const c10d::ReduceOp& op) {
                   "Give a number, or a tensor of the CPU");
 }
 
-// Lets a reduction of enough data begin before all of it is copied. A factor is multiplied with the
-// whole tensor.
-void feedPieces(Staging& staging, const Tensors& host, const c10d::ReduceOp& op) {
-  if (host.size() != 1 || op == c10d::ReduceOp::PREMUL_SUM) return;
-  const size_t pieceBytes = fedPieceBytes(host[0].nbytes());
-  if (pieceBytes < host[0].nbytes()) staging.cutInput(pieceBytes);
+// Lets an operation on enough data begin before all of it is copied. `part`: of the given size on
+// all ranks. Each input has `ofEach` of them, and all inputs of a rank `parts`.
+void feedPieces(Staging& staging, const at::Tensor& part, size_t parts = 1, size_t ofEach = 1) {
+  const size_t bytes = part.nbytes(), pieceBytes = fedPieceBytes(bytes, parts);
+  if (pieceBytes < bytes) staging.cutInputs({pieceBytes, ofEach});
+}
+
+// The same for a reduction. A factor is multiplied with the whole tensor.
+void feedReduction(Staging& staging, const c10d::ReduceOp& op, const at::Tensor& part,
+                   size_t parts = 1, size_t ofEach = 1) {
+  if (op != c10d::ReduceOp::PREMUL_SUM) feedPieces(staging, part, parts, ofEach);
 }
 
 }  // namespace
@@ -305,7 +310,7 @@ DeviceBackend::WorkPtr DeviceBackend::allreduce(Tensors& tensors,
   Tensors host;
   for (const at::Tensor& tensor : tensors)
     host.push_back(staging->inOut(tensor, "the tensor of all_reduce"));
-  feedPieces(*staging, host, opts.reduceOp);
+  if (host.size() == 1) feedReduction(*staging, opts.reduceOp, host[0]);
   return staged(staging, tensors,
                 [this, host, opts]() mutable { return MooncakeBackend::allreduce(host, opts); });
 }
@@ -332,6 +337,7 @@ DeviceBackend::WorkPtr DeviceBackend::broadcast(Tensors& tensors,
   constexpr const char* kWhat = "the tensor of broadcast";
   Tensors host =
       opts.rootRank == rank_ ? inputs(*staging, tensors, kWhat) : outputs(*staging, tensors, kWhat);
+  if (host.size() == 1) feedPieces(*staging, host[0]);
   return staged(staging, tensors,
                 [this, host, opts]() mutable { return MooncakeBackend::broadcast(host, opts); });
 }
@@ -349,7 +355,7 @@ DeviceBackend::WorkPtr DeviceBackend::reduce(Tensors& tensors, const c10d::Reduc
     host.push_back(opts.rootRank == rank_ ? staging->inOut(tensor, kWhat)
                                           : staging->input(tensor, kWhat));
   }
-  feedPieces(*staging, host, opts.reduceOp);
+  if (host.size() == 1) feedReduction(*staging, opts.reduceOp, host[0]);
   return staged(staging, tensors,
                 [this, host, opts]() mutable { return MooncakeBackend::reduce(host, opts); });
 }
@@ -363,6 +369,8 @@ DeviceBackend::WorkPtr DeviceBackend::allgather(std::vector<Tensors>& outs, Tens
   if (!staging) return MooncakeBackend::allgather(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "the input of all_gather");
   std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of all_gather");
+  if (hostIn.size() == 1 && hostOut.size() == 1 && areAlike(hostOut[0]))
+    feedPieces(*staging, hostIn[0]);
   return staged(staging, flat(outs), [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::allgather(hostOut, hostIn, opts);
   });
@@ -377,6 +385,7 @@ DeviceBackend::WorkPtr DeviceBackend::_allgather_base(at::Tensor& output, at::Te
   if (!staging) return MooncakeBackend::_allgather_base(output, input, opts);
   at::Tensor hostIn = staging->input(input, "the input of all_gather_into_tensor");
   at::Tensor hostOut = staging->output(output, "the output of all_gather_into_tensor");
+  feedPieces(*staging, hostIn);
   return staged(staging, {output}, [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::_allgather_base(hostOut, hostIn, opts);
   });
@@ -393,6 +402,8 @@ DeviceBackend::WorkPtr DeviceBackend::_reduce_scatter_base(at::Tensor& output, a
   checkFactor(*staging, opts.reduceOp);
   at::Tensor hostIn = staging->input(input, "the input of reduce_scatter_tensor");
   at::Tensor hostOut = staging->output(output, "the output of reduce_scatter_tensor");
+  if (hostIn.numel() == hostOut.numel() * size_)
+    feedReduction(*staging, opts.reduceOp, hostOut, size_t(size_), size_t(size_));
   return staged(staging, {output}, [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::_reduce_scatter_base(hostOut, hostIn, opts);
   });
@@ -455,6 +466,7 @@ DeviceBackend::WorkPtr DeviceBackend::gather(std::vector<Tensors>& outs, Tensors
   if (!staging) return MooncakeBackend::gather(outs, ins, opts);
   Tensors hostIn = inputs(*staging, ins, "the input of gather");
   std::vector<Tensors> hostOut = outputs(*staging, outs, "an output of gather");
+  if (hostIn.size() == 1) feedPieces(*staging, hostIn[0]);
   return staged(staging, flat(outs), [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::gather(hostOut, hostIn, opts);
   });
@@ -469,6 +481,7 @@ DeviceBackend::WorkPtr DeviceBackend::scatter(Tensors& outs, std::vector<Tensors
   if (!staging) return MooncakeBackend::scatter(outs, ins, opts);
   std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of scatter");
   Tensors hostOut = outputs(*staging, outs, "the output of scatter");
+  if (hostOut.size() == 1) feedPieces(*staging, hostOut[0], size_t(size_));
   return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::scatter(hostOut, hostIn, opts);
   });
@@ -485,6 +498,8 @@ DeviceBackend::WorkPtr DeviceBackend::reduce_scatter(Tensors& outs, std::vector<
   checkFactor(*staging, opts.reduceOp);
   std::vector<Tensors> hostIn = inputs(*staging, ins, "an input of reduce_scatter");
   Tensors hostOut = outputs(*staging, outs, "the output of reduce_scatter");
+  if (hostOut.size() == 1 && hostIn.size() == 1 && areAlike(hostIn[0]))
+    feedReduction(*staging, opts.reduceOp, hostOut[0], size_t(size_));
   return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::reduce_scatter(hostOut, hostIn, opts);
   });

@@ -47,9 +47,9 @@ void GraphStaging::join() const {
 }
 
 void GraphStaging::record() {
-  if (isCut()) throwIfError(place_.words->recordCopied(recorded(), 0));
+  if (comesInPieces()) throwIfError(place_.words->recordCopied(recorded(), 0));
   copyIn(stream());
-  if (!isCut()) throwIfError(place_.words->recordRing(recorded(), place_.number));
+  if (!comesInPieces()) throwIfError(place_.words->recordRing(recorded(), place_.number));
   throwIfError(place_.words->recordWait(recorded(), place_.number));
   copyOut();
   calls_.end();
@@ -62,6 +62,7 @@ void GraphStaging::onPiece(const c10::Stream&) {
 }
 
 Status GraphStaging::awaitInput(Group& group, size_t bytes) const {
+  if (!comesInPieces()) return {};
   const auto pieces = uint32_t(piecesOf(bytes));
   return awaitOnHost(group, [&] { return place_.words->copied() >= pieces; });
 }

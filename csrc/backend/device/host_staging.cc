@@ -20,7 +20,7 @@ Status HostStaging::fetch(Group& group) {
   reached().block(stream());
   copyIn(stream());
   failpoint("stage-copies-in");
-  if (isCut()) return awaitInput(group, 1);
+  if (comesInPieces()) return awaitInput(group, 1);
   c10::Event copied(stream().device_type());
   copied.record(stream());
   return awaitOnHost(group, [&] { return copied.query(); });

@@ -8,7 +8,7 @@ namespace mooncake {
 
 ReplayStaging::ReplayStaging(std::shared_ptr<GraphStaging> graph, std::chrono::milliseconds limit)
     : Staging(graph->sharedStreams(), graph->stream(), limit), graph_(std::move(graph)) {
-  if (graph_->isCut()) cutInput(graph_->pieceBytes());
+  cutInputs(graph_->cut());
 }
 
 Status ReplayStaging::fetch(Group&) {

@@ -53,6 +53,7 @@ at::Tensor Staging::add(const at::Tensor& tensor, const char* what, bool isInput
   at::Tensor host;
   enqueue([&] { host = emptyOnHost(tensor); });
   copies_.push_back({tensor.detach(), host, isInput, isOutput, std::move(used)});
+  hasInputs_ |= isInput;
   hasOutputs_ |= isOutput;
   return host;
 }
@@ -158,25 +159,34 @@ void Staging::copyToHost(const Copy& copy, const c10::Stream& stream) const {
 }
 
 void Staging::copyIn(const c10::Stream& stream) {
-  const c10::StreamGuard on(stream);
-  for (const Copy& copy : copies_) {
-    if (copy.isInput && isCut()) {
-      copyPieces(copy, stream);
-    } else if (copy.isInput) {
-      copyToHost(copy, stream);
-    }
-    keepUntilPassed(copy.device, stream);
+  if (isCut()) {
+    copyPieces(stream);
+  } else {
+    copyInputs(stream);
   }
+  for (const Copy& copy : copies_) keepUntilPassed(copy.device, stream);
 }
 
-void Staging::copyPieces(const Copy& copy, const c10::Stream& stream) {
-  const PlainWrites plain(copy.host);
-  const at::Tensor device = copy.device.resolve_conj().resolve_neg().contiguous().view(-1);
-  const at::Tensor host = copy.host.view(-1);
-  const int64_t most = int64_t(pieceBytes_ / device.element_size());
-  for (int64_t begin = 0; begin < device.numel(); begin += most) {
-    const int64_t count = std::min(most, device.numel() - begin);
-    host.narrow(0, begin, count).copy_(device.narrow(0, begin, count), /*non_blocking=*/true);
+void Staging::copyPieces(const c10::Stream& stream) {
+  const c10::StreamGuard on(stream);
+  std::vector<std::pair<at::Tensor, at::Tensor>> parts;
+  for (const Copy& copy : copies_) {
+    if (!copy.isInput) continue;
+    const PlainWrites plain(copy.host);
+    const at::Tensor device = copy.device.resolve_conj().resolve_neg().contiguous();
+    const auto shape = {int64_t(cut_.parts), device.numel() / int64_t(cut_.parts)};
+    for (int64_t part = 0; part < int64_t(cut_.parts); ++part)
+      parts.emplace_back(device.view(shape)[part], copy.host.view(shape)[part]);
+  }
+  if (parts.empty()) return;
+  const int64_t length = parts[0].first.numel();
+  const int64_t most = int64_t(cut_.pieceBytes / parts[0].first.element_size());
+  for (int64_t begin = 0; begin < length; begin += most) {
+    const int64_t count = std::min(most, length - begin);
+    for (const auto& [device, host] : parts) {
+      const PlainWrites plain(host);
+      host.narrow(0, begin, count).copy_(device.narrow(0, begin, count), /*non_blocking=*/true);
+    }
     onPiece(stream);
   }
 }
@@ -186,6 +196,7 @@ void Staging::onPiece(const c10::Stream& stream) {
 }
 
 Status Staging::awaitInput(Group& group, size_t bytes) const {
+  if (!comesInPieces()) return {};
   const c10::Event& piece = pieces_.at(piecesOf(bytes) - 1);
   return awaitOnHost(group, [&] { return piece.query(); });
 }

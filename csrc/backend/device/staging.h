@@ -68,10 +68,14 @@ class Staging {
   using EndGroup = std::function<void(const Error&)>;
   void onFailure(EndGroup end) { endGroup_ = std::move(end); }
 
-  // Cuts the only input into pieces of this length. The operation takes its data as it comes.
-  void cutInput(size_t pieceBytes) { pieceBytes_ = pieceBytes; }
-  bool isCut() const { return pieceBytes_ != 0; }
-  size_t pieceBytes() const { return pieceBytes_; }
+  // The operation takes its input as it comes, in pieces. `parts`: equal parts of each input.
+  struct Cut {
+    size_t pieceBytes = 0;  // of each part
+    size_t parts = 1;
+  };
+  void cutInputs(const Cut& cut) { cut_ = cut; }
+  bool isCut() const { return cut_.pieceBytes != 0; }
+  const Cut& cut() const { return cut_; }
 
   // kRecords: mark() records the operation into a graph, and does not run it. kReplays: a replay of
   // the graph waits for the operation, which this thread is to run.
@@ -83,14 +87,14 @@ class Staging {
   virtual void mark() = 0;
   // True: from mark() on, operations must begin in the order of their marks.
   virtual bool isOrdered() const = 0;
-  // Waits on the host, of a cut input for the first piece. kTimeout if earlier work of the caller's
+  // Waits on the host, of cut inputs for the first piece. kTimeout if earlier work of the caller's
   // stream takes longer than `limit`. Returns the group's error if that ends meanwhile. Throws
   // torch's errors.
   virtual Status fetch(Group& group) = 0;
-  // For a cut input, between fetch() and giveBack(). Waits until its first `bytes` are in host
-  // memory. The same errors.
+  // For cut inputs, between fetch() and giveBack(). Waits until the first `bytes` of each part are
+  // in host memory. The same errors.
   virtual Status awaitInput(Group& group, size_t bytes) const;
-  // Copies the cut input again.
+  // Copies the cut inputs again.
   virtual Status fetchAgain(Group&) {
     return {ErrorCode::kUnsupported, "this staging does not cut its inputs"};
   }
@@ -153,10 +157,12 @@ class Staging {
   Status fetchAgainOn(const c10::Stream& stream, Group& group) const;
   // Enqueues the copies of all inputs, in one piece.
   void copyInputs(const c10::Stream& stream) const;
-  // The copy of the next piece is enqueued.
+  // The copies of the next piece are enqueued.
   virtual void onPiece(const c10::Stream& stream);
-  // Returns the number of pieces in which the first `bytes` of a cut input are.
-  size_t piecesOf(size_t bytes) const { return (bytes + pieceBytes_ - 1) / pieceBytes_; }
+  // True: there are inputs, and they are cut.
+  bool comesInPieces() const { return isCut() && hasInputs_; }
+  // Returns the number of pieces in which the first `bytes` of each part are.
+  size_t piecesOf(size_t bytes) const { return (bytes + cut_.pieceBytes - 1) / cut_.pieceBytes; }
   // The copies in host memory are used on this stream from now on, and not on stream().
   void useLast(const DeviceStream& stream) { *last_ = stream; }
   // Enqueues copies of the outputs' present contents, to the host.
@@ -189,17 +195,18 @@ class Staging {
   // Both enqueue on `stream`, which is the current one.
   void copyToHost(const Copy& copy, const c10::Stream& stream) const;
   void copyToDevice(const Copy& copy, const c10::Stream& stream) const;
-  void copyPieces(const Copy& copy, const c10::Stream& stream);
+  void copyPieces(const c10::Stream& stream);
   Error lateError(const Group& group) const;
 
   const std::shared_ptr<GroupStreams> streams_;
   const c10::Stream stream_;
   const std::chrono::milliseconds limit_;
   std::vector<Copy> copies_;
+  bool hasInputs_ = false;
   bool hasOutputs_ = false;
   EndGroup endGroup_;
   std::optional<c10::Event> reached_;
-  size_t pieceBytes_ = 0;           // of a cut input
+  Cut cut_;
   std::vector<c10::Event> pieces_;  // copied
   // The stream that uses the copies last, if an accelerator drives the device.
   const std::shared_ptr<DeviceStream> last_;

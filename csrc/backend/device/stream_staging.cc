@@ -57,7 +57,7 @@ uint32_t StreamStaging::nextNumber(StreamWords& words, const c10::Stream& stream
 }
 
 Status StreamStaging::fetch(Group& group) {
-  if (isCut()) return awaitInput(group, 1);
+  if (comesInPieces()) return awaitInput(group, 1);
   return awaitOnHost(group, [&] { return words().isTold(number_); });
 }
 
