@@ -565,7 +565,8 @@ def starts(me, host, metadata, protocol, ext=None):
     [
         (("127.0.0.1", "P2PHANDSHAKE", "rdma"), "libfabric.*there is: tcp, shm"),
         (("127.0.0.1", "P2PHANDSHAKE", "efa"), "libfabric.*there is: tcp, shm"),
-        (("127.0.0.1", "P2PHANDSHAKE", "nvlink"), "no GPU memory; there is: tcp, shm"),
+        (("127.0.0.1", "P2PHANDSHAKE", "nvlink"), "no wire for it; there is: tcp, shm"),
+        (("127.0.0.1", "P2PHANDSHAKE", "nvlink_intra"), "libcuda.so.1.*; there is: tcp, shm"),
         (("127.0.0.1", "P2PHANDSHAKE", "xgmi"), "no wire for it"),
         (("127.0.0.1", "P2PHANDSHAKE", "TCP"), "no protocol is called so"),
         (("127.0.0.1", "127.0.0.1:2379", "tcp"), '"etcd".*not available'),

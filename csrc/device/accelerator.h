@@ -48,9 +48,10 @@ class DeviceEvent {
 
 // Memory of a device that other processes of the host may map.
 struct ExportedMemory {
-  std::string handle;   // opaque bytes of the vendor's, at most 64
-  uint64_t offset = 0;  // of the address within the exported allocation
-  uint64_t bytes = 0;   // from the address to the allocation's end
+  std::string handle;       // opaque bytes of the vendor's, at most 64
+  uint64_t allocation = 0;  // its number: two allocations of a process may have one handle
+  uint64_t offset = 0;      // of the address within the exported allocation
+  uint64_t bytes = 0;       // from the address to the allocation's end
 };
 
 // Every function but those of names and counts may return kSystem once the device's context is

@@ -59,6 +59,9 @@ constexpr EnvEntry<EngineEnv> kTable[] = {
      numberInto<&EngineEnv::tcpConnections, 1, 64>},
     {{"MOONCAKE_CMA", "1", "0 turns reading a peer's memory with process_vm_readv off"},
      flagInto<&EngineEnv::crossMemoryAttach>},
+    {{"MOONCAKE_CUDA_IPC", "0",
+      "1: transfers between devices of processes of one host are copies by the device"},
+     flagInto<&EngineEnv::mapsDeviceMemory>},
     {{"MOONCAKE_SIM_SEED", "1", "Seed of the faults and delays of transport sim"},
      numberInto<&EngineEnv::simSeed, 0, UINT64_MAX>},
 };

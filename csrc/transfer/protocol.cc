@@ -4,6 +4,7 @@
 #include <iterator>
 
 #include "base/log.h"
+#include "device/accelerators.h"
 #include "engine/nic/libfabric/cards.h"
 #include "engine/transports/registry.h"
 
@@ -11,9 +12,12 @@ namespace mooncake::transfer {
 namespace {
 
 // Mooncake's protocols that this version does not implement.
-constexpr const char* kKnown[] = {"nvlink", "nvlink_intra", "hip",          "musa", "maca",
-                                  "barex",  "ascend",       "cxl",          "cxi",  "ub",
-                                  "xgmi",   "ubshmem",      "sunrise_link", "nccl", "nvmeof"};
+constexpr const char* kKnown[] = {"nvlink",  "hip",          "musa", "maca",  "barex",
+                                  "ascend",  "cxl",          "cxi",  "ub",    "xgmi",
+                                  "ubshmem", "sunrise_link", "nccl", "nvmeof"};
+
+// Devices of a host read each other's memory.
+constexpr const char* kDeviceProtocol = "nvlink_intra";
 
 // Protocols over network cards, and libfabric's provider for each. For `fabric` the environment
 // selects it.
@@ -41,18 +45,21 @@ Status selectCards(EngineEnv& env, const CardProtocol& protocol) {
 
 Status select(EngineEnv& env, const std::string& protocol) {
   if (protocol == "tcp" || protocol == "shm") return {};
+  if (protocol == kDeviceProtocol) {
+    MOONCAKE_TRY(openAccelerator("cuda"));
+    env.mapsDeviceMemory = true;
+    return {};
+  }
   if (const CardProtocol* cards = cardProtocol(protocol)) return selectCards(env, *cards);
   std::string why = "no protocol is called so";
-  if (protocol == "nvlink" || protocol == "nvlink_intra") {
-    why = "this build moves no GPU memory";
-  } else if (std::find(std::begin(kKnown), std::end(kKnown), protocol) != std::end(kKnown)) {
+  if (std::find(std::begin(kKnown), std::end(kKnown), protocol) != std::end(kKnown)) {
     why = "this version has no wire for it";
   }
   return {ErrorCode::kUnsupported, why};
 }
 
 std::vector<std::string> wiresOf(const std::string& protocol, bool forcesTcp) {
-  if (protocol == "shm") return {"inproc", "shm"};
+  if (protocol == "shm" || protocol == kDeviceProtocol) return {"inproc", "shm"};
   if (forcesTcp) return {"tcp"};
   if (cardProtocol(protocol)) return {"inproc", "shm", "fabric"};
   std::vector<std::string> all;

@@ -70,8 +70,8 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   uint32_t rights = 0;
   if (options.isRemoteAccessible)
     rights = protection.isWritable ? kRemoteRead | kRemoteWrite : kRemoteRead;
-  auto region =
-      regions_.add(memory, bytes, rights | kLasting | (options.isOurs ? 0 : kOfProgram), owner);
+  auto region = regions_.add(
+      memory, bytes, rights | kLasting | (options.isOurs ? 0u : uint32_t(kOfProgram)), owner);
   if (!region.ok()) {
     why = region.error().message;
     return kMemory;

@@ -22,14 +22,16 @@ struct PointerAttributes {
   uint64_t memoryType = 0;  // 0: memory that the driver does not know
   uint64_t device = 0;
   uint64_t isExportable = 0;
+  uint64_t allocation = 0;
 };
 
 // The driver writes 1 to 8 bytes of each value, so all of them begin as zero.
 CUresult ask(const CudaDriver& driver, const void* address, PointerAttributes& found) {
-  std::array<CUpointer_attribute, 3> wanted = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-                                               CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-                                               CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE};
-  std::array<void*, 3> values = {&found.memoryType, &found.device, &found.isExportable};
+  std::array<CUpointer_attribute, 4> wanted = {
+      CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+      CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, CU_POINTER_ATTRIBUTE_BUFFER_ID};
+  std::array<void*, 4> values = {&found.memoryType, &found.device, &found.isExportable,
+                                 &found.allocation};
   const CUresult result =
       driver.cuPointerGetAttributes(wanted.size(), wanted.data(), values.data(), numberOf(address));
   // So it answers if no context exists yet: then it does not know any memory.
@@ -286,6 +288,7 @@ Result<ExportedMemory> CudaAccelerator::exportMemory(const void* address) {
                      [&] { return driver_.cuIpcGetMemHandle(&handle, start); }));
   const uint64_t offset = numberOf(address) - start;
   return ExportedMemory{.handle = std::string(handle.reserved, sizeof(handle.reserved)),
+                        .allocation = found.allocation,
                         .offset = offset,
                         .bytes = bytes - offset};
 }

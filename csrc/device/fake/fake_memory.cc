@@ -160,6 +160,7 @@ Result<ExportedMemory> FakeMemory::exportMemory(const void* address) {
   const uint64_t offset = numberOf(address) - found->first;
   return ExportedMemory{
       .handle = std::string(reinterpret_cast<const char*>(handle.data()), handle.size()),
+      .allocation = block.fileOffset,
       .offset = offset,
       .bytes = block.bytes - offset};
 }

@@ -9,18 +9,19 @@
 
 #include "engine/contract/life_word.h"
 #include "engine/local/unix_socket.h"
+#include "engine/memory/device_exports.h"
 #include "engine/memory/region_table.h"
 
 namespace mooncake {
 namespace {
 
-// Wire form, always 96 bytes, the descriptor on the first:
+// Wire form, always 104 bytes, the descriptor on the first:
 //   u32 mark  u32 version  u64 arena address  u64 arena bytes  u64 mirror's offset
-//   u64 life word's offset  u64 fence word's offset  u8 greeting[48]
+//   u64 exports' offset, or 0  u64 life word's offset  u64 fence word's offset  u8 greeting[48]
 // No room: no descriptor, and zeros after the version.
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
-constexpr uint32_t kVersion = 5;
-constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
+constexpr uint32_t kVersion = 6;
+constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
 
 template <typename T>
 bool liesIn(uint64_t arenaBytes, uint64_t offset) {
@@ -75,17 +76,17 @@ class PendingOffer : public std::enable_shared_from_this<PendingOffer> {
 
 }  // namespace
 
-Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life, uint64_t fence,
-                 const Greeting& greeting) {
+Status sendOffer(int socket, const Arena& arena, const ArenaOffer& offer) {
   const Bytes message = ByteWriter()
                             .put(kMark)
                             .put(kVersion)
                             .put(static_cast<uint64_t>(reinterpret_cast<uintptr_t>(arena.base())))
                             .put(static_cast<uint64_t>(arena.capacity()))
-                            .put(mirror)
-                            .put(life)
-                            .put(fence)
-                            .putRaw(greeting)
+                            .put(offer.mirror)
+                            .put(offer.exports)
+                            .put(offer.life)
+                            .put(offer.fence)
+                            .putRaw(offer.greeting)
                             .take();
   return sendWithFd(socket, message, arena.fd());
 }
@@ -115,6 +116,7 @@ Result<ArenaOffer> OfferReader::take() {
   offer.address = in.get<uint64_t>();
   offer.bytes = in.get<uint64_t>();
   offer.mirror = in.get<uint64_t>();
+  offer.exports = in.get<uint64_t>();
   offer.life = in.get<uint64_t>();
   offer.fence = in.get<uint64_t>();
   const auto greeting = in.getRaw(sizeof(Greeting));
@@ -126,6 +128,7 @@ Result<ArenaOffer> OfferReader::take() {
   if (mark != kMark || version != kVersion || !offer.memfd ||
       offer.address + offer.bytes < offer.address ||
       !liesIn<RegionMirror>(offer.bytes, offer.mirror) ||
+      (offer.exports != 0 && !liesIn<DeviceExports>(offer.bytes, offer.exports)) ||
       !liesIn<LifeWord>(offer.bytes, offer.life) ||
       !liesIn<std::atomic<uint32_t>>(offer.bytes, offer.fence)) {
     return Error{ErrorCode::kProtocol,

@@ -23,14 +23,14 @@ struct ArenaOffer {
   Fd memfd;
   uint64_t address = 0;  // of the arena in its owner's process, as in RemoteRegion
   uint64_t bytes = 0;
-  uint64_t mirror = 0;  // offset of the RegionMirror in the arena
-  uint64_t life = 0;    // offset of the LifeWord
-  uint64_t fence = 0;   // offset of the receiver's word (FenceWords)
+  uint64_t mirror = 0;   // offset of the RegionMirror in the arena
+  uint64_t exports = 0;  // of the DeviceExports; 0: there are none
+  uint64_t life = 0;     // offset of the LifeWord
+  uint64_t fence = 0;    // offset of the receiver's word (FenceWords)
   Greeting greeting{};
 };
 
-Status sendOffer(int socket, const Arena& arena, uint64_t mirror, uint64_t life, uint64_t fence,
-                 const Greeting& greeting);
+Status sendOffer(int socket, const Arena& arena, const ArenaOffer& offsets);
 
 // Sent instead of an offer: the sender has no room for another peer that maps its arena.
 Status sendNoRoom(int socket);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/failpoint.h"
+#include "base/log.h"
 #include "engine/local/shared_work.h"
 #include "engine/memory/program_memory.h"
 #include "engine/stream/wire.h"
@@ -123,9 +124,32 @@ Status LocalChannel::get(std::span<const GetRequest> requests) {
 // Called while the get still counts as running. A thread that cancels waits for that, and then
 // finds the get in the stream.
 Status LocalChannel::end(const GetRequest& request, ErrorCode code) {
-  if (code == ErrorCode::kUnsupported) return stream_->get(request);
+  if (code == ErrorCode::kUnsupported) return getFromDevice(request);
   request.completion->begin();
   request.completion->end(code);
+  return {};
+}
+
+// Between devices, else over the stream.
+Status LocalChannel::getFromDevice(const GetRequest& request) {
+  if (!request.owner || !peer_.devices || !isOfDevice(request.region)) return stream_->get(request);
+  auto place = peer_.devices->find(request.region, request.owner);
+  if (!place.ok()) {
+    if (place.error().code == ErrorCode::kUnsupported) return stream_->get(request);
+    return place.status();
+  }
+  Completion* const completion = request.completion;
+  completion->begin();
+  peer_.devices->begin({.from = std::move(*place),
+                        .offset = request.offset,
+                        .target = request.target,
+                        .owner = request.owner,
+                        .completion = completion,
+                        .use = {},
+                        .onEnd = [this, completion, key = request.region.key](const Status& how) {
+                          how.ok() ? completion->end(permission(key, kRemoteRead))
+                                   : completion->end(how.error());
+                        }});
   return {};
 }
 
@@ -228,7 +252,11 @@ Status LocalChannel::write(const WriteRequest& request) {
   if (!running) return {ErrorCode::kAborted, "the channel is closed"};
   if (ended_.load(std::memory_order_acquire)) return why_;
   // As below, the stream takes it over while it still counts as running.
-  if (request.owner || isOfDevice(request.region)) return stream_->write(request);
+  if (request.owner || isOfDevice(request.region)) {
+    const bool isMapped = request.owner && peer_.devices && mirror().exportOf(request.region.key);
+    return isMapped && request.source.size() >= kLeastPull ? stream_->askToPull(request)
+                                                           : stream_->write(request);
+  }
   if (std::byte* const region = mapped(request.region)) {
     const ErrorCode code = writeHere(request, region, running);
     request.completion->begin();
@@ -297,7 +325,7 @@ void LocalChannel::onPull(const PullRequest& request) {
 void LocalChannel::pull(const PullRequest& request, uint64_t done) {
   const bool goesOn = peer_.copyLater([weak = weak_from_this(), request, done]() mutable {
     const auto self = weak.lock();
-    if (!self) return;
+    if (!self || self->pullFromDevice(request)) return;
     auto code = ErrorCode::kOk;
     for (const uint64_t turn = done + kPullBytes; code == ErrorCode::kOk && done < turn;) {
       const size_t bytes = std::min<uint64_t>(kWritePieceBytes, request.length - done);
@@ -306,8 +334,7 @@ void LocalChannel::pull(const PullRequest& request, uint64_t done) {
       if (done == request.length) break;
     }
     if (code == ErrorCode::kOk && done < request.length) return self->pull(request, done);
-    --self->pulls_;
-    self->stream_->answerPull(request.number, code);
+    self->endPull(request, code);
   });
   if (!goesOn) stream_->answerPull(request.number, ErrorCode::kAborted);
 }
@@ -328,10 +355,48 @@ ErrorCode LocalChannel::pullPiece(const PullRequest& request, uint64_t done, siz
   return allowed() == ErrorCode::kOk ? ErrorCode::kOk : ErrorCode::kAborted;
 }
 
+// Returns false if this is no pull between devices.
+bool LocalChannel::pullFromDevice(const PullRequest& pull) {
+  if (!peer_.devices || !isOfDevice(pull.source)) return false;
+  std::shared_lock lock(pullMutex_);
+  auto use = context_.regions.open(pull.key, pull.offset, pull.length, kRemoteWrite);
+  if (!use || !use.owner() || refusesPulls_) return false;
+  auto place = peer_.devices->find(pull.source, use.owner());
+  if (!place.ok()) {
+    const ErrorCode code = place.error().code;
+    endPull(pull, code == ErrorCode::kUnsupported ? code : ErrorCode::kAborted);
+    return true;
+  }
+  const std::span target(use.data(), pull.length);
+  const MemoryOwner owner = use.owner();
+  peer_.devices->begin({.from = std::move(*place),
+                        .target = target,
+                        .owner = owner,
+                        .completion = nullptr,
+                        .use = std::move(use),
+                        .onEnd = [this, pull](const Status& how) {
+                          if (!how.ok()) {
+                            log(LogLevel::kWarning, transportName_,
+                                "a write of a peer to a device has failed: ", how.error().message);
+                            return endPull(pull, ErrorCode::kRefused);
+                          }
+                          const bool isAllowed =
+                              permission(pull.source.key, kRemoteRead) == ErrorCode::kOk;
+                          endPull(pull, isAllowed ? ErrorCode::kOk : ErrorCode::kAborted);
+                        }});
+  return true;
+}
+
+void LocalChannel::endPull(const PullRequest& pull, ErrorCode code) {
+  --pulls_;
+  stream_->answerPull(pull.number, code);
+}
+
 Status LocalChannel::send(ByteView message) { return stream_->send(message); }
 
 void LocalChannel::cancel(const Completion* completion) {
   transfers_.cancel(completion);
+  if (peer_.devices) peer_.devices->await(completion);
   stream_->cancel(completion);
 }
 
@@ -345,6 +410,7 @@ void LocalChannel::fence() {
 void LocalChannel::refusePulls() {
   refusesPulls_ = true;  // comes first: the lock then waits for the last pieces
   std::lock_guard lock(pullMutex_);
+  if (peer_.devices) peer_.devices->await(nullptr);
 }
 
 void LocalChannel::close() {
@@ -354,6 +420,7 @@ void LocalChannel::close() {
   // A peer that has ended by itself writes nothing more.
   if (!ended_.load(std::memory_order_acquire)) peer_.ours->close();
   refusePulls();
+  if (peer_.devices) peer_.devices->close();
   stream_->close();
 }
 
@@ -406,14 +473,15 @@ void LocalChannel::peerExited(const Error& why) {
 ErrorCode LocalChannel::permission(uint64_t key, uint32_t right) const {
   if ((fenceWord()->load(std::memory_order_seq_cst) & FenceWords::kFenced) != 0)
     return ErrorCode::kAborted;
-  const auto& mirror = *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
-  return mirror.allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
+  return mirror().allows(key, right) ? ErrorCode::kOk : ErrorCode::kRefused;
 }
 
-// Memory of a device goes over the stream, whose ends copy it.
 bool LocalChannel::isOfDevice(const RemoteRegion& region) const {
-  const auto& mirror = *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
-  return mirror.isOfDevice(region.key);
+  return mirror().isOfDevice(region.key);
+}
+
+const RegionMirror& LocalChannel::mirror() const {
+  return *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
 }
 
 // Returns the start of the region in the mapping; null: it does not lie in the arena.

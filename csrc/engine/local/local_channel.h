@@ -7,6 +7,7 @@
 #include <shared_mutex>
 
 #include "engine/contract/transport.h"
+#include "engine/local/device_reader.h"
 #include "engine/local/direct_reader.h"
 #include "engine/local/direct_transfers.h"
 #include "engine/local/fence_words.h"
@@ -19,7 +20,8 @@ namespace mooncake {
 // out of it, else reads directly, else asks over the socket. If the engine has data threads, a
 // second thread helps with large gets. A write copies into the mapping. A write to other memory is
 // pulled by the peer, on a thread of its own, or is sent: only the owner of a program's memory
-// writes into it. The socket also carries the goodbye and shows a death. The mapping outlives the
+// writes into it. Between devices, a device copies out of a mapping, where that was asked for; else
+// the ends of the socket copy. The socket also carries the goodbye and shows a death. The mapping outlives the
 // peer: data that it published stays readable until the channel is destroyed.
 //
 // Law 5: this side checks the peer's mirror and fence word before it touches the peer's memory, and
@@ -36,6 +38,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
     std::shared_ptr<FenceWords::Word> ours;  // the peer's word among our FenceWords
     pid_t process = 0;                       // 0: not visible from our pid namespace
     std::unique_ptr<DirectReader> reader;    // null: this peer cannot be read directly
+    std::shared_ptr<DeviceReader> devices;   // null: its devices' memory is not mapped here
     std::function<bool(std::function<void()>)> copyLater;  // on another thread; false: shut down
     bool sharesCopies = false;                             // shares large copies with that thread
   };
@@ -68,11 +71,13 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Evidence onEnded(const Status& how);
   ErrorCode permission(uint64_t key, uint32_t right) const;
   bool isOfDevice(const RemoteRegion& region) const;
+  const RegionMirror& mirror() const;
   std::byte* mapped(const RemoteRegion& region) const;
   ErrorCode readHere(const GetRequest& request, const DirectTransfers::Running& running);
   ErrorCode mayReadHere(const GetRequest& request) const;
   Status getShared(std::span<const GetRequest> requests);
   Status end(const GetRequest& request, ErrorCode code);
+  Status getFromDevice(const GetRequest& request);
   ErrorCode writeHere(const WriteRequest& request, std::byte* region,
                       const DirectTransfers::Running& running);
   ErrorCode writePieces(const WriteRequest& request, std::byte* region,
@@ -83,6 +88,8 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   void onPull(const PullRequest& pull);
   void pull(const PullRequest& pull, uint64_t done);
   ErrorCode pullPiece(const PullRequest& pull, uint64_t done, size_t bytes);
+  bool pullFromDevice(const PullRequest& pull);
+  void endPull(const PullRequest& pull, ErrorCode code);
 
   const char* transportName_;
   Mapped peer_;

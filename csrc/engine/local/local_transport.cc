@@ -25,8 +25,12 @@ constexpr size_t kMostCopiers = 2;
 class LocalTransport::Core : public std::enable_shared_from_this<Core> {
  public:
   Core(const TransportContext& context, std::unique_ptr<LocalWire> wire, uint64_t mirror,
-       std::shared_ptr<FenceWords> fences)
-      : context_(context), wire_(std::move(wire)), mirror_(mirror), fences_(std::move(fences)) {}
+       uint64_t exports, std::shared_ptr<FenceWords> fences)
+      : context_(context),
+        wire_(std::move(wire)),
+        mirror_(mirror),
+        exports_(exports),
+        fences_(std::move(fences)) {}
 
   const LocalWire& wire() const { return *wire_; }
 
@@ -47,16 +51,22 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
 
   Result<std::shared_ptr<Channel>> open(Fd socket, pid_t process, const EngineId& peer,
                                         ArenaOffer offer, std::shared_ptr<FenceWords::Word> fence) {
-    auto arena = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
-    if (!arena.ok()) return arena.error();
+    auto mapped = ArenaMapping::map(std::move(offer.memfd), offer.bytes);
+    if (!mapped.ok()) return mapped.error();
+    const std::shared_ptr<ArenaMapping> arena = std::move(*mapped);
     // The mapping sets kLeft, and not the channel's close(): operations check the word while they
     // read.
-    (*arena)->markAtEnd(offer.fence, FenceWords::kLeft);
-    auto reader = wire_->reader(process, offer.greeting, **arena);
+    arena->markAtEnd(offer.fence, FenceWords::kLeft);
+    auto reader = wire_->reader(process, offer.greeting, *arena);
+    std::shared_ptr<DeviceReader> devices;
+    if (exports_ != 0 && offer.exports != 0) {
+      devices = std::make_shared<DeviceReader>(
+          DeviceReader::Peer{arena, offer.mirror, offer.exports}, context_.loop);
+    }
     std::lock_guard lock(mutex_);
     if (stopped_) return Error{ErrorCode::kAborted, "the transport is shut down"};
     std::shared_ptr<Channel> channel = LocalChannel::start(wire_->name(),
-                                                           {.arena = std::move(*arena),
+                                                           {.arena = arena,
                                                             .address = offer.address,
                                                             .mirror = offer.mirror,
                                                             .life = offer.life,
@@ -64,6 +74,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
                                                             .ours = std::move(fence),
                                                             .process = process,
                                                             .reader = std::move(reader),
+                                                            .devices = std::move(devices),
                                                             .copyLater = copier(),
                                                             .sharesCopies = sharesCopies()},
                                                            std::move(socket), peer, context_);
@@ -120,6 +131,15 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     return true;
   }
 
+  ArenaOffer offer(FenceWords::Word& fence) const {
+    return {.memfd = {},
+            .mirror = mirror_,
+            .exports = exports_,
+            .life = context_.life,
+            .fence = fence.offer(),
+            .greeting = wire_->greeting()};
+  }
+
   // ---- on the loop's thread
 
   void onHandshaken(Result<Handshaken> shaken) {
@@ -130,8 +150,7 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
       (void)sendNoRoom(shaken->socket.get());  // the peer then uses another wire
       return refuse(fence.error());
     }
-    const Status sent = sendOffer(shaken->socket.get(), context_.arena, mirror_, context_.life,
-                                  (*fence)->offer(), wire_->greeting());
+    const Status sent = sendOffer(shaken->socket.get(), context_.arena, offer(**fence));
     if (!sent.ok()) return refuse(sent.error());
     receiveOffer(std::move(shaken->socket), context_.loop,
                  Deadline::after(context_.env.failureTimeout),
@@ -158,7 +177,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
   const TransportContext& context_;
   const std::unique_ptr<LocalWire> wire_;
   std::shared_ptr<HandshakeListener> listener_;
-  const uint64_t mirror_;  // offset of the mirror in our arena
+  const uint64_t mirror_;   // offset of the mirror in our arena
+  const uint64_t exports_;  // of the exports; 0: memory of devices is not mapped
   const std::shared_ptr<FenceWords> fences_;
   std::mutex mutex_;  // guards the fields below
   bool stopped_ = false;
@@ -235,8 +255,7 @@ Result<std::unique_ptr<Connecting>> LocalTransport::Core::connect(const EngineId
     return Error{ErrorCode::kUnsupported, fence.error().message};
   }
   const auto ourOffer = [this, fence = *fence](int behind) {
-    return sendOffer(behind, context_.arena, mirror_, context_.life, fence->offer(),
-                     wire_->greeting());
+    return sendOffer(behind, context_.arena, offer(*fence));
   };
   return std::unique_ptr<Connecting>(
       new Call(shared_from_this(), process, *fence, deadline,
@@ -252,9 +271,16 @@ Result<std::unique_ptr<Transport>> LocalTransport::create(const TransportContext
   if (!listener.ok()) return listener.error();
   const auto mirror = context.regions.mirrorIn(context.arena);
   if (!mirror.ok()) return mirror.error();
+  uint64_t exports = 0;
+  if (context.env.mapsDeviceMemory) {
+    const auto exported = context.regions.exportIn(context.arena);
+    if (!exported.ok()) return exported.error();
+    exports = *exported;
+  }
   auto fences = FenceWords::create(context.arena);
   if (!fences.ok()) return fences.error();
-  auto core = std::make_shared<Core>(context, std::move(wire), *mirror, std::move(*fences));
+  auto core =
+      std::make_shared<Core>(context, std::move(wire), *mirror, exports, std::move(*fences));
   MOONCAKE_TRY(core->listen(std::move(*listener)));
   return std::unique_ptr<Transport>(new LocalTransport(std::move(socketName), std::move(core)));
 }

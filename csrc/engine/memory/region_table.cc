@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "engine/memory/device_exports.h"
 
 #ifdef __SANITIZE_THREAD__
 // ThreadSanitizer does not model fences. The one below publishes no data, so nothing is missed.
@@ -54,6 +55,8 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
     return Error{ErrorCode::kInvalidArgument,
                  "memory to register must not be null and must not wrap around"};
   }
+  const auto exported = this->exported(address, bytes, owner);
+  if (exported) rights |= kExported;
   std::unique_lock lock(mutex_);
   if (freeEntries_.empty()) {
     const size_t made = made_.load(std::memory_order_relaxed);
@@ -76,6 +79,7 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
   entry.bytes = bytes;
   entry.rights = rights;
   entry.owner = owner;
+  if (exported) exports_.load(std::memory_order_relaxed)->write(index, *exported);
   // The fields are written before the word, so a caller of open() sees them.
   entry.word.store(generation << 32, std::memory_order_release);
   mirror(index, generation << 32 | rights);
@@ -175,6 +179,30 @@ Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
   return mirror_.offset();
 }
 
+Result<uint64_t> RegionTable::exportIn(Arena& arena) {
+  std::lock_guard lock(mutex_);
+  if (exported_) return exported_.offset();
+  auto block = arena.allocate(sizeof(DeviceExports));  // zeros
+  if (!block.ok()) return block.error();
+  exported_ = std::move(*block);
+  exports_.store(reinterpret_cast<DeviceExports*>(exported_.data()), std::memory_order_release);
+  return exported_.offset();
+}
+
+// Without the lock: a driver is asked.
+std::optional<ExportedMemory> RegionTable::exported(void* address, size_t bytes,
+                                                    const MemoryOwner& owner) {
+  if (!owner || !exports_.load(std::memory_order_acquire)) return std::nullopt;
+  auto memory = owner.accelerator->exportMemory(address);
+  if (memory.ok() && memory->bytes >= bytes &&
+      memory->handle.size() <= DeviceExports::kMostHandleBytes)
+    return std::move(*memory);
+  log(LogLevel::kWarning, "regions", "memory of device ", owner.device,
+      " is not mapped by peers, and goes through pinned buffers: ",
+      memory.ok() ? "it is of more than one allocation" : memory.error().message);
+  return std::nullopt;
+}
+
 // Called under mutex_. An exchange, so that the owner's later accesses to the memory come after it.
 void RegionTable::mirror(size_t entry, uint64_t word) {
   if (!mirror_) return;
@@ -190,6 +218,11 @@ bool RegionMirror::allows(uint64_t key, uint32_t right) const {
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t word = words_[index].load(std::memory_order_acquire);
   return generationOf(word) == generationOf(key) && (word & right) == right;
+}
+
+std::optional<size_t> RegionMirror::exportOf(uint64_t key) const {
+  if (!allows(key, kExported)) return std::nullopt;
+  return indexOf(key);
 }
 
 RegionTable::Use::Use(Use&& other) noexcept

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <span>
 #include <vector>
@@ -39,6 +40,8 @@ enum RegionRights : uint32_t {
   kOfProgram = 16,
   // Not a right: a device owns the memory, and only the owner's engine reaches it. add() sets it.
   kOfDevice = 32,
+  // Not a right: DeviceExports tells peers of the host how to map the memory. add() sets it.
+  kExported = 64,
 };
 
 // Prepares long-lived memory: registers it with network cards.
@@ -52,6 +55,7 @@ class RegionWatcher {
   virtual void onRevoked(uint64_t key) = 0;
 };
 
+class DeviceExports;  // engine/memory/device_exports.h
 class RegionTable;
 
 // Memory that peers may reach while this object lives. Its destructor revokes the key. It returns
@@ -88,6 +92,8 @@ class RegionMirror {
   bool allows(uint64_t key, uint32_t right) const;
   // Returns whether a device owns the region's memory, so that its engine must be asked.
   bool isOfDevice(uint64_t key) const { return allows(key, kOfDevice); }
+  // Returns the entry of DeviceExports for the region; nothing if there is none.
+  std::optional<size_t> exportOf(uint64_t key) const;
 
  private:
   friend class RegionTable;
@@ -141,6 +147,9 @@ class RegionTable {
   // Keeps a mirror in the arena from now on. Returns its offset, always the same one. The arena
   // outlives the table.
   Result<uint64_t> mirrorIn(Arena& arena);
+  // Lets peers of the host map memory of devices that is registered from now on. Returns the offset
+  // of DeviceExports in the arena, always the same one.
+  Result<uint64_t> exportIn(Arena& arena);
 
   // Tells the watcher about long-lived regions from now on, on the threads that add and revoke.
   // unwatch() waits for calls under way.
@@ -167,16 +176,19 @@ class RegionTable {
   void revoke(uint64_t key);
   void release(size_t entry);
   void mirror(size_t entry, uint64_t word);
+  std::optional<ExportedMemory> exported(void* address, size_t bytes, const MemoryOwner& owner);
 
   std::array<std::atomic<Block*>, kCapacity / kBlockEntries> blocks_{};
   std::atomic<size_t> made_{0};  // number of entries in blocks
   std::atomic<uint64_t> refusals_{0};
-  std::shared_mutex watchersMutex_;  // guards watchers_, and keeps them alive in calls
+  std::atomic<DeviceExports*> exports_{nullptr};  // in exported_
+  std::shared_mutex watchersMutex_;               // guards watchers_, and keeps them alive in calls
   std::vector<RegionWatcher*> watchers_;
   Doorbell unused_;   // rung when the last user of a closed entry has left
   std::mutex mutex_;  // guards the fields below, and adding and closing entries
   std::vector<uint32_t> freeEntries_;
   ArenaBlock mirror_;
+  ArenaBlock exported_;
 };
 
 }  // namespace mooncake

@@ -111,7 +111,7 @@ Status SocketConnection::write(std::span<const WriteRequest> requests) {
 
 Status SocketConnection::askToPull(const WriteRequest& request) {
   auto* const source = const_cast<std::byte*>(request.source.data());
-  auto region = regions_.add(source, request.source.size(), kRemoteRead);
+  auto region = regions_.add(source, request.source.size(), kRemoteRead, request.owner);
   if (!region.ok()) return region.status();
   const RemoteRegion from = region->remote();
   std::lock_guard lock(sendMutex_);

@@ -22,12 +22,21 @@ class ArenaOfferTest : public ::testing::Test {
     ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends), 0);
     near_ = Fd(ends[0]);
     far_ = Fd(ends[1]);
-    arena_ = std::move(*Arena::create(1 << 20));
+    arena_ = std::move(*Arena::create(16 << 20));
     greeting_.fill(std::byte(9));
+  }
+  Status send() {
+    return sendOffer(far_.get(), *arena_,
+                     {.memfd = {},
+                      .mirror = kMirror,
+                      .exports = kExports,
+                      .life = kLife,
+                      .fence = kFence,
+                      .greeting = greeting_});
   }
   // The bytes of a good offer, without its descriptor.
   Bytes offerBytes() {
-    EXPECT_TRUE(sendOffer(far_.get(), *arena_, kMirror, kLife, kFence, greeting_).ok());
+    EXPECT_TRUE(send().ok());
     Bytes bytes;
     Fd fd;
     EXPECT_TRUE(receiveWithFd(near_.get(), 1000, bytes, fd).ok());
@@ -45,20 +54,21 @@ class ArenaOfferTest : public ::testing::Test {
     return offer.ok() ? ErrorCode::kOk : offer.error().code;
   }
 
-  static constexpr uint64_t kMirror = 8192, kLife = 4096, kFence = 12;
+  static constexpr uint64_t kMirror = 8192, kExports = 1 << 20, kLife = 4096, kFence = 12;
   Fd near_, far_;
   std::unique_ptr<Arena> arena_;
   Greeting greeting_{};
 };
 
 TEST_F(ArenaOfferTest, Arrives) {
-  ASSERT_TRUE(sendOffer(far_.get(), *arena_, kMirror, kLife, kFence, greeting_).ok());
+  ASSERT_TRUE(send().ok());
   ASSERT_EQ(::write(far_.get(), "next", 4), 4);
   auto offer = receiveNow();
   ASSERT_TRUE(offer.ok()) << offer.error().message;
   EXPECT_EQ(offer->address, reinterpret_cast<uintptr_t>(arena_->base()));
   EXPECT_EQ(offer->bytes, arena_->capacity());
   EXPECT_EQ(offer->mirror, kMirror);
+  EXPECT_EQ(offer->exports, kExports);
   EXPECT_EQ(offer->life, kLife);
   EXPECT_EQ(offer->fence, kFence);
   EXPECT_EQ(offer->greeting, greeting_);
@@ -95,9 +105,9 @@ TEST_F(ArenaOfferTest, RefusesWhatDoesNotDecode) {
   const Bytes good = offerBytes();
   ASSERT_EQ(::write(far_.get(), good.data(), good.size()), static_cast<ssize_t>(good.size()));
   EXPECT_EQ(receivedCode(), ErrorCode::kProtocol) << "without a descriptor";
-  // Mark, version, a mirror, a life and a fence word that are not aligned or lie outside, an arena
+  // Mark, version, a mirror, exports, a life and a fence word that are not aligned or lie outside, an arena
   // that wraps around.
-  for (const size_t at : {0, 4, 24, 30, 32, 38, 40, 46, 15}) {
+  for (const size_t at : {0, 4, 24, 30, 32, 38, 40, 46, 48, 54, 15}) {
     Bytes bad = good;
     bad[at] ^= std::byte(0xff);
     if (at == 15) bad[23] ^= std::byte(0xff);

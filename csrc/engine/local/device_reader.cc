@@ -1,0 +1,226 @@
+#include "engine/local/device_reader.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "base/log.h"
+
+namespace mooncake {
+namespace {
+
+// Most copies under way at a time.
+constexpr size_t kMostCopies = 1024;
+// Most mappings of the peer's memory, with those that could not be made.
+constexpr size_t kMostMappings = 4096;
+
+}  // namespace
+
+class DeviceReader::Mapping {
+ public:
+  Mapping(Accelerator& accelerator, std::span<std::byte> memory)
+      : accelerator_(accelerator), memory_(memory) {}
+  ~Mapping() {
+    if (const Status closed = accelerator_.closeMemory(memory_.data()); !closed.ok())
+      log(LogLevel::kWarning, "shm", "a peer's memory stays mapped: ", closed.error().message);
+  }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  std::span<std::byte> memory() const { return memory_; }
+
+ private:
+  Accelerator& accelerator_;
+  const std::span<std::byte> memory_;  // the allocation
+};
+
+DeviceReader::DeviceReader(Peer peer, EventLoop& loop)
+    : peer_(std::move(peer)), watch_(loop, [this] { return look(); }) {}
+
+DeviceReader::~DeviceReader() = default;
+
+const RegionMirror& DeviceReader::mirror() const {
+  return *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
+}
+
+const DeviceExports& DeviceReader::exports() const {
+  return *reinterpret_cast<const DeviceExports*>(peer_.arena->base() + peer_.exports);
+}
+
+Result<DeviceReader::Place> DeviceReader::find(const RemoteRegion& region,
+                                               const MemoryOwner& owner) {
+  const Error isNotShared{ErrorCode::kUnsupported, "the peer does not share this memory"};
+  const auto entry = mirror().exportOf(region.key);
+  if (!entry) return isNotShared;
+  const ExportedMemory memory = exports().read(*entry);
+  if (!mirror().exportOf(region.key))
+    return Error{ErrorCode::kRefused, "the peer has unregistered the memory"};
+  if (memory.bytes < region.bytes || memory.offset + memory.bytes < memory.offset)
+    return isNotShared;
+  std::lock_guard lock(mapMutex_);
+  const Key key{memory.handle, memory.allocation, owner.accelerator, owner.device};
+  auto found = known_.find(key);
+  if (found == known_.end()) {
+    forgetRevoked();
+    if (known_.size() >= kMostMappings) return isNotShared;
+    auto mapping = map(memory, owner);
+    if (!mapping.ok()) {
+      log(LogLevel::kWarning, "shm", "memory of a peer's device cannot be mapped for device ",
+          owner.device, ", and goes through pinned buffers: ", mapping.error().message);
+    }
+    found = known_.emplace(key, Known{mapping.ok() ? *mapping : nullptr, {}}).first;
+  }
+  Known& known = found->second;
+  if (known.regions.size() > 64)
+    std::erase_if(known.regions, [&](uint64_t one) { return !mirror().exportOf(one); });
+  known.regions.insert(region.key);
+  if (!known.mapping || known.mapping->memory().size() < memory.offset + region.bytes)
+    return isNotShared;
+  return Place{known.mapping, known.mapping->memory().data() + memory.offset};
+}
+
+// The whole allocation, as other regions may lie in it.
+Result<std::shared_ptr<const DeviceReader::Mapping>> DeviceReader::map(
+    const ExportedMemory& memory, const MemoryOwner& owner) const {
+  const size_t bytes = memory.offset + memory.bytes;
+  const auto mapped = owner.accelerator->importMemory(
+      {.handle = memory.handle, .allocation = memory.allocation, .offset = 0, .bytes = bytes},
+      owner.device);
+  if (!mapped.ok()) return mapped.error();
+  return std::make_shared<const Mapping>(*owner.accelerator,
+                                         std::span(static_cast<std::byte*>(*mapped), bytes));
+}
+
+// A copy under way keeps its mapping.
+void DeviceReader::forgetRevoked() {
+  for (auto it = known_.begin(); it != known_.end();) {
+    Known& known = it->second;
+    std::erase_if(known.regions, [&](uint64_t one) { return !mirror().exportOf(one); });
+    const bool isUsed = known.mapping && known.mapping.use_count() > 1;
+    it = known.regions.empty() && !isUsed ? known_.erase(it) : std::next(it);
+  }
+}
+
+void DeviceReader::begin(Copy copy) {
+  Status begun;
+  {
+    std::lock_guard lock(mutex_);
+    if (isClosed_) {
+      begun = {ErrorCode::kAborted, "the channel is closed"};
+    } else if (underWay_.size() == kMostCopies) {
+      begun = {ErrorCode::kExhausted,
+               std::to_string(kMostCopies) + " copies from a peer's devices are under way"};
+    } else {
+      UnderWay next{.copy = std::move(copy)};
+      begun = enqueue(next);
+      if (begun.ok()) {
+        underWay_.push_back(std::move(next));
+      } else {
+        copy = std::move(next.copy);
+      }
+    }
+  }
+  if (begun.ok()) return watch_.lookSoon(shared_from_this());
+  copy.use = {};
+  copy.onEnd(begun);
+}
+
+// After an error nothing is under way.
+Status DeviceReader::enqueue(UnderWay& next) {
+  const Copy& copy = next.copy;
+  Accelerator& accelerator = *copy.owner.accelerator;
+  const auto name = std::pair(&accelerator, copy.owner.device);
+  auto device = devices_.find(name);
+  if (device == devices_.end()) {
+    const auto stream = accelerator.createStream(copy.owner.device);
+    if (!stream.ok()) return stream.status();
+    device = devices_.emplace(name, Device{.stream = *stream, .free = {}}).first;
+  }
+  next.stream = device->second.stream;
+  auto& free = device->second.free;
+  if (free.empty()) {
+    auto event = accelerator.createEvent(copy.owner.device);
+    if (!event.ok()) return event.status();
+    free.push_back(std::move(*event));
+  }
+  MOONCAKE_TRY(accelerator.copy(next.stream, copy.target.data(), copy.from.start + copy.offset,
+                                copy.target.size()));
+  if (const Status recorded = free.back()->record(next.stream); !recorded.ok()) {
+    // An error here means that the copy does not run any more.
+    (void)accelerator.synchronize(next.stream);
+    return recorded;
+  }
+  next.event = std::move(free.back());
+  free.pop_back();
+  return {};
+}
+
+// Ends the copies that have happened. Returns the number of those that have ended so far.
+uint64_t DeviceReader::look() {
+  std::unique_lock lock(mutex_);
+  for (auto it = underWay_.begin(); it != underWay_.end();) {
+    UnderWay& one = *it;
+    if (one.isEnding) {
+      ++it;
+      continue;
+    }
+    const auto happened = one.event->hasHappened();
+    if (happened.ok() && !*happened) {
+      ++it;
+      continue;
+    }
+    Accelerator& accelerator = *one.copy.owner.accelerator;
+    // A copy whose event cannot be asked may still run.
+    if (!happened.ok()) (void)accelerator.synchronize(one.stream);
+    one.isEnding = true;  // it stays in the list until its owner has been told
+    lock.unlock();
+    one.copy.use = {};
+    one.copy.from = {};
+    one.copy.onEnd(happened.status());
+    lock.lock();
+    devices_.at({&accelerator, one.copy.owner.device}).free.push_back(std::move(one.event));
+    it = underWay_.erase(it);
+    ++ended_;
+  }
+  if (!underWay_.empty()) watch_.lookSoon(shared_from_this());
+  return ended_;
+}
+
+void DeviceReader::await(const Completion* completion) {
+  for (;;) {
+    (void)look();
+    {
+      std::lock_guard lock(mutex_);
+      if (std::ranges::none_of(
+              underWay_, [&](const UnderWay& one) { return one.copy.completion == completion; }))
+        return;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+}
+
+void DeviceReader::close() {
+  {
+    std::lock_guard lock(mutex_);
+    isClosed_ = true;
+  }
+  for (;;) {
+    (void)look();
+    {
+      std::lock_guard lock(mutex_);
+      if (underWay_.empty()) {
+        for (auto& [name, device] : devices_) {
+          device.free.clear();
+          name.first->destroyStream(device.stream);
+        }
+        devices_.clear();
+        break;
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  std::lock_guard lock(mapMutex_);
+  known_.clear();
+}
+
+}  // namespace mooncake

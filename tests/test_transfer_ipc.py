@@ -1,0 +1,164 @@
+"""Transfers between devices of two processes of one host, by mappings of each other's memory
+(MOONCAKE_CUDA_IPC). tests/test_transfer_device.py runs this way, too."""
+
+from __future__ import annotations
+
+import fake_device
+import harness
+import pytest
+import torch
+from test_transfer import over
+from test_transfer_device import SIZE, noise, put, registered, serving
+
+pytestmark = pytest.mark.usefixtures("built")
+
+WIRE = over("shm", MOONCAKE_CUDA_IPC="1")
+
+
+@pytest.fixture(scope="module")
+def built():
+    fake_device.build()
+
+
+def both_ways(engine, target, addresses, here, seed):
+    """Writes and reads between all devices."""
+    for there in addresses[1:]:
+        values = noise(seed)
+        put(here, values)
+        assert engine.transfer_sync_write(target, here.data_ptr(), there, SIZE) == 0
+        put(here, noise(seed + 1))
+        assert engine.transfer_sync_read(target, here.data_ptr(), there, SIZE) == 0
+        assert torch.equal(here.cpu(), values)
+    return values
+
+
+def without_buffers(me, control, engine, target, addresses):
+    here = registered(engine, "fake:1")
+    control.inject("allocatePinned", times=1000)  # transfers through host memory would fail
+    return both_ways(engine, target, addresses, here, 1)
+
+
+def test_no_byte_goes_through_the_host():
+    (tensors, _), values = harness.run_ranks(2, serving, without_buffers, **WIRE)
+    assert torch.equal(tensors[1], values)
+    assert torch.equal(tensors[2], values)
+
+
+def with_a_failure(me, control, engine, target, addresses, call):
+    control.inject(call, times=1000)
+    here = registered(engine, "fake:1")
+    return both_ways(engine, target, addresses, here, 3)
+
+
+@pytest.mark.parametrize("call", ["exportMemory", "importMemory"])
+def test_memory_that_cannot_be_mapped_goes_through_buffers(call):
+    with harness.starting(2, serving, with_a_failure, call, **WIRE) as crew:
+        (tensors, _), values = crew.results()
+        assert torch.equal(tensors[1], values)
+        assert "goes through pinned buffers" in crew.log(1)
+
+
+def read_of(engine, here, target, there):
+    return engine.transfer_sync_read(target, here.data_ptr(), there, SIZE)
+
+
+def renews_memory(me):
+    """Rank 0 frees its memory and registers other, several times."""
+    fake_device.register()
+    from engines import make
+
+    side = make(size=4096)
+    if me.rank == 0:
+        for seed in range(4):
+            memory = registered(side.engine, "fake:0")
+            put(memory, noise(seed))
+            me.board.set(f"memory-{seed}", (side.session, memory.data_ptr()))
+            me.board.wait(f"read-{seed}")
+            assert side.engine.unregister_memory(memory.data_ptr()) == 0
+            del memory
+            torch.accelerator.empty_cache() if hasattr(torch.accelerator, "empty_cache") else None
+            me.board.set(f"freed-{seed}", True)
+            me.board.wait(f"refused-{seed}")
+        return
+    here = registered(side.engine, "fake:1")
+    for seed in range(4):
+        target, there = me.board.wait(f"memory-{seed}")
+        assert read_of(side.engine, here, target, there) == 0
+        assert torch.equal(here.cpu(), noise(seed))
+        me.board.set(f"read-{seed}", True)
+        me.board.wait(f"freed-{seed}")
+        put(here, noise(77))
+        assert read_of(side.engine, here, target, there) != 0
+        assert torch.equal(here.cpu(), noise(77))
+        me.board.set(f"refused-{seed}", True)
+
+
+def test_memory_that_is_freed_and_allocated_anew():
+    harness.run_ranks(2, renews_memory, **WIRE)
+
+
+def reads_and_waits(me):
+    """Rank 1 reads from rank 0, which is killed or stopped."""
+    fake_device.register()
+    from engines import make
+
+    side = make(size=4096)
+    if me.rank == 0:
+        memory = registered(side.engine, "fake:0")
+        put(memory, noise(5))
+        me.board.set("target", (side.session, memory.data_ptr()))
+        me.board.wait("never")
+    here = registered(side.engine, "fake:1")
+    target, there = me.board.wait("target")
+    assert read_of(side.engine, here, target, there) == 0
+    assert torch.equal(here.cpu(), noise(5))
+    put(here, noise(6))
+    me.board.set("read", True)
+    how = me.board.wait("ended")
+    code = read_of(side.engine, here, target, there)
+    # The owner of the memory takes no part in a read.
+    assert (code == 0) == (how == "stop")
+    assert torch.equal(here.cpu(), noise(5 if how == "stop" else 6))
+    # The device works on.
+    put(here, noise(8))
+    assert torch.equal(here.cpu(), noise(8))
+    assert side.engine.unregister_memory(here.data_ptr()) == 0
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_an_owner_that_dies_or_stops(how):
+    env = dict(WIRE["env"], MC_TRANSFER_TIMEOUT="5")
+    with harness.starting(2, reads_and_waits, env=env, backend=None) as crew:
+        crew.board.wait("read")
+        getattr(crew, how)(0)
+        crew.board.set("ended", how)
+        crew.results(dead=[0])
+
+
+def has_other_settings(me):
+    """Only one of the two maps memory: it goes through buffers."""
+    import os
+
+    if me.rank == 1:
+        os.environ["MOONCAKE_CUDA_IPC"] = "0"
+    control = fake_device.register()
+    from engines import make
+
+    side = make(size=4096)
+    if me.rank == 0:
+        memory = registered(side.engine, "fake:0")
+        me.board.set("target", (side.session, memory.data_ptr()))
+        me.board.wait("done")
+        return memory.cpu()
+    here = registered(side.engine, "fake:1")
+    control.inject("importMemory", times=1000)
+    target, there = me.board.wait("target")
+    put(here, noise(9))
+    assert side.engine.transfer_sync_write(target, here.data_ptr(), there, SIZE) == 0
+    me.board.set("done", True)
+    return noise(9)
+
+
+def test_engines_of_which_one_maps_nothing():
+    memory, values = harness.run_ranks(2, has_other_settings, **WIRE)
+    assert torch.equal(memory, values)
