@@ -9,9 +9,12 @@
     all_to_all          size              size: size/ranks per pair   (all_to_all_single)
     reduce_scatter      size              size/ranks                  (reduce_scatter_tensor)
     all_gather_list     size              a list of ranks tensors of size (all_gather)
+    gather              size              ranks x size on rank 0      (torch only)
+    scatter             size, on rank 0   size/ranks                  (torch only)
     all_gather_object   a dict with size bytes inside                 (torch only)
     ring                size to the next  size from the previous      (batch_isend_irecv, torch
-    only) all_reduce_8_calls  8 tensors of size/8, one call each            (torch only)
+                                                                      only)
+    all_reduce_8_calls  8 tensors of size/8, one call each            (torch only)
     all_reduce_coalesced the same 8 tensors in one call               (torch only)
     all_gather_8_calls, all_gather_coalesced, reduce_scatter_8_calls, reduce_scatter_coalesced
                         likewise                                      (torch only)
@@ -131,6 +134,16 @@ def _gather_objects(b: Buffers, group: Any) -> Call:
     return call
 
 
+def _gather(b: Buffers, group: Any) -> Call:
+    outputs = list(b.y.chunk(b.ranks)) if b.rank == 0 else None
+    return _call(dist.gather, b.x, outputs, group=group, group_dst=0)
+
+
+def _scatter(b: Buffers, group: Any) -> Call:
+    given = list(b.x.chunk(b.ranks)) if b.rank == 0 else None
+    return _call(dist.scatter, b.y, given, group=group, group_src=0)
+
+
 def _each_part(b: Buffers, group: Any) -> Call:
     parts = list(b.x.chunk(PARTS))
 
@@ -208,6 +221,20 @@ OPERATIONS: dict[str, Operation] = {
         torch=lambda b, group: _call(dist.all_gather, list(b.y.chunk(b.ranks)), b.x, group=group),
         mpi=lambda b, comm, mpi: _call(comm.Allgather, _floats(b.x, mpi), _floats(b.y, mpi)),
         expected=_all,
+    ),
+    "gather": Operation(
+        output_items=lambda items, ranks: items * ranks,
+        torch=_gather,
+        mpi=None,
+        expected=lambda b, salt: (
+            _all(b, salt) if b.rank == 0 else torch.full((b.ranks * b.x.numel(),), -99.0)
+        ),
+    ),
+    "scatter": Operation(
+        output_items=lambda items, ranks: items // ranks,
+        torch=_scatter,
+        mpi=None,
+        expected=lambda b, salt: _my_part(b, pattern(0, salt, b.x.numel())),
     ),
     "all_gather_object": Operation(
         output_items=lambda items, ranks: 0,

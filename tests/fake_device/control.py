@@ -21,6 +21,8 @@ callers = extension.callers
 kernels_run = extension.kernels_run
 # blocks_run(): number of their blocks.
 blocks_run = extension.blocks_run
+# slow_copies(bytes_per_second): copies from and to the host take so much longer, without a core.
+slow_copies = extension.slow_copies
 # limit_memory(bytes): allocations beyond it fail.
 limit_memory = extension.limit_memory
 

@@ -1,3 +1,9 @@
+#include "copy.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -35,9 +41,13 @@ void copyBetweenDevices(const at::Tensor& from, const at::Tensor& to) {
   done.block(destination);
 }
 
+std::atomic<double> secondsPerByte = 0;
+
 void copyBytes(const at::Tensor& from, const at::Tensor& to, const c10::Stream& stream,
                bool isNonBlocking) {
   check(devices().copy(nativeStream(stream), to.data_ptr(), from.data_ptr(), to.nbytes()));
+  if (const std::chrono::duration<double> rest(secondsPerByte * double(to.nbytes())); rest.count())
+    enqueue(stream, [rest] { std::this_thread::sleep_for(rest); });
   if (!isNonBlocking) check(devices().synchronize(nativeStream(stream)));
 }
 
@@ -101,5 +111,9 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
 }
 
 }  // namespace
+
+void slowCopies(double bytesPerSecond) {
+  secondsPerByte = bytesPerSecond > 0 ? 1 / bytesPerSecond : 0;
+}
 
 }  // namespace fake_device

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "allocator.h"
+#include "copy.h"
 #include "gate.h"
 #include "generator.h"
 #include "kernels.h"
@@ -122,6 +123,7 @@ PYBIND11_MODULE(_fake_device, m) {
   m.def("kernels_run", &kernelsRun);
   m.def("blocks_run", &blocksRun);
   m.def("lose_context", [] { devices().loseContext(); });
+  m.def("slow_copies", &slowCopies);
   m.def("limit_memory", [](size_t bytes) { devices().limitMemory(bytes); });
 }
 
