@@ -12,11 +12,13 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import cards
 import harness
 import oracle
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import BLOCKING_DEVICE_LAYOUT, DEVICE_LAYOUT
 from harness import raised, until
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}[os.uname().machine]
@@ -27,8 +29,7 @@ def environment(transports="shm", **more):
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "MOONCAKE_TRANSPORTS": transports,
-        "MOONCAKE_HOST_IP": "127.0.0.1",
+        **cards.over(transports),
         **more,
     }
 
@@ -54,23 +55,27 @@ def end_all(processes):
 
 # ---- destroy_process_group() while somebody still holds a group
 
+# PYTHONPATH leads to tests/devices.py.
 KEEPS = """
 import sys, torch, torch.distributed as dist
+import devices
 from torch import nn
 rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = dist.FileStore(folder + "/store", 2)
-dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=2)
+devices.use(rank)
+kind, backend = devices.kind(), devices.served_by("mooncake-cpu")
+dist.init_process_group(backend, store=store, rank=rank, world_size=2)
 kept = [dist.group.WORLD, dist.new_group([0, 1])]
 if what == "dtensor":
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(kind, (2,))
     kept.append(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     assert kept[-1].sum().full_tensor() == 8
 if what == "fully_shard":
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    kept.append(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,))))
+    kept.append(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh(kind, (2,))))
     kept[-1](torch.ones(1, 4)).sum().backward()
 if what == "zero":
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -87,7 +92,7 @@ for group in kept[:2]:
         assert "the process group was destroyed" in str(error), error
 if what == "zero":  # the next job of this process has nothing to do with what is kept of this one
     store = dist.FileStore(folder + "/again", 2)
-    dist.init_process_group("mooncake-cpu", store=store, rank=rank, world_size=2)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2)
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     assert (tensor == 2).all()
@@ -99,11 +104,13 @@ sys.stdin.read()
 
 DROPS_LATE = """
 import time, torch, torch.distributed as dist
-import mooncake_backend
+import devices, mooncake_backend
 class Slow:
     def __del__(self):
         time.sleep(0.3)  # whoever drops it asks for Python's lock again
-dist.init_process_group("mooncake-cpu", store=dist.HashStore(), rank=0, world_size=1)
+devices.use(0)
+backend = devices.served_by("mooncake-cpu")
+dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 kept = dist.group.WORLD
 for _ in range(5):
     tensor = torch.ones(4)
@@ -116,18 +123,21 @@ dist.destroy_process_group()
 """
 
 
-def test_tensors_that_are_dropped_at_the_end_do_not_end_the_process():
+@pytest.mark.parametrize("transports", ["shm", DEVICE_LAYOUT])
+def test_tensors_that_are_dropped_at_the_end_do_not_end_the_process(transports):
     """A thread of ours that asked for Python's lock while Python ends would be ended by it, and
     std::terminate be called: also of a group that was destroyed, and is still held."""
-    process = run_python(DROPS_LATE, env=environment("shm"))
+    process = run_python(DROPS_LATE, env=environment(transports))
     _, errors = process.communicate(timeout=harness.DEADLINE)
     assert (process.returncode, errors) == (0, "")
 
 
 SLOW_CALLBACK = """
 import sys, time, torch, torch.distributed as dist
-import mooncake_backend
-dist.init_process_group("mooncake-cpu", store=dist.HashStore(), rank=0, world_size=1)
+import devices, mooncake_backend
+devices.use(0)
+backend = devices.served_by("mooncake-cpu")
+dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 def slow(future):
     print("runs", flush=True)
     time.sleep(5)
@@ -138,9 +148,10 @@ if sys.argv[1] == "destroyed":
 """
 
 
+@pytest.mark.parametrize("transports", ["shm", BLOCKING_DEVICE_LAYOUT])
 @pytest.mark.parametrize("how", ["destroyed", "left"])
-def test_a_callback_that_takes_long_ends_before_the_program(how):
-    env = environment("shm", MOONCAKE_FAILURE_TIMEOUT_MS="300")
+def test_a_callback_that_takes_long_ends_before_the_program(how, transports):
+    env = environment(transports, MOONCAKE_FAILURE_TIMEOUT_MS="300")
     process = run_python(SLOW_CALLBACK, how, env=env)
     text, errors = process.communicate(timeout=harness.DEADLINE)
     assert process.returncode == 0, errors
@@ -171,12 +182,13 @@ def test_a_forked_child_drops_works_of_its_parent():
     assert process.returncode == 0, errors
 
 
+@pytest.mark.parametrize("transports", ["shm,tcp", DEVICE_LAYOUT])
 @pytest.mark.parametrize("what", ["dtensor", "fully_shard", "zero"])
-def test_who_still_holds_a_group_did_not_die(tmp_path, what):
+def test_who_still_holds_a_group_did_not_die(tmp_path, what, transports):
     """The default group's destruction is the goodbye, whoever holds an object of it: one rank ends
     while the other looks."""
     processes = [
-        run_python(KEEPS, rank, tmp_path, what, env=environment("shm,tcp")) for rank in range(2)
+        run_python(KEEPS, rank, tmp_path, what, env=environment(transports)) for rank in range(2)
     ]
     try:
         said = [process.stdout.readline() for process in processes]
@@ -192,12 +204,13 @@ def test_who_still_holds_a_group_did_not_die(tmp_path, what):
 
 ENDS = """
 import json, multiprocessing, os, sys, time, torch, torch.distributed as dist
-import mooncake_backend as mb
+import devices, mooncake_backend as mb
 
 def rank_of(rank, folder, size, gone):
     store = dist.FileStore(folder + "/store", size)
+    devices.use(rank)
     dist.init_process_group(
-        "mooncake", store=store, rank=rank, world_size=size
+        devices.served_by("mooncake"), store=store, rank=rank, world_size=size
     )
     dist.all_reduce(torch.ones(8))
     found = {}
@@ -251,8 +264,14 @@ sys.exit([one.exitcode for one in ranks] != [0, 0, 1, 0, 0])
 
 @pytest.mark.parametrize(
     ("mode", "transports", "program"),
-    [("continue", "tcp", PLAIN), ("raise", "shm", PLAIN), ("raise", "shm", FORKED)],
-    ids=["continue-tcp", "raise-shm", "raise-forked"],
+    [
+        ("continue", "tcp", PLAIN),
+        ("raise", "shm", PLAIN),
+        ("raise", "shm", FORKED),
+        ("continue", "device", PLAIN),
+        ("raise", "device-blocking", PLAIN),
+    ],
+    ids=["continue-tcp", "raise-shm", "raise-forked", "continue-device", "raise-device"],
 )
 def test_how_a_rank_ends(tmp_path, mode, transports, program):
     """Rank 4 destroys its group: nothing is lost. Rank 3 comes to the end of its program and rank

@@ -195,10 +195,11 @@ std::shared_ptr<MessageStaging> DeviceBackend::messageStagingFor(at::TensorList 
       streamsOn(first->device()), currentStream(first->device()), effective(c10d::kUnsetTimeout));
 }
 
+// If the group is over, wait() has to raise that: no later call of the program may come.
 DeviceWork::Waiting DeviceBackend::waiting(bool onHost) {
   return {.unseen = unseen_,
           .earlier = unseen_->first(),
-          .onHost = onHost,
+          .onHost = onHost || !group().usable().ok(),
           .blocks = options().blockingWait,
           .limit = effective(c10d::kUnsetTimeout)};
 }
