@@ -4,6 +4,7 @@ programs in which calls of a device fail by seed."""
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 
 import cards
@@ -96,3 +97,108 @@ def test_no_thread_of_liveness_or_membership_calls_a_device(form):
     for names in (found[0], found[2]):
         assert names <= MAY_CALL, names
         assert "mooncake-done" in names or "mooncake-async" in names, names
+
+
+# ---- calls of a device that fail by seed
+
+SIZE, ROUNDS, TIMEOUT = 3, 12, 3
+CALLS = [
+    "copy", "record", "block", "hasHappened", "createEvent", "createStream", "allocatePinned",
+    "allocate", "synchronize", "enqueue", "isCapturing",
+]  # fmt: skip
+OF_FORM = {
+    "words": ["writeWord", "awaitWord"],
+    "host": [],
+    "kernels": ["launch", "allocateShared", "mapShared", "checkSharing", "prepareKernels"],
+}
+CAUSES = ("injected", "context of the device is lost", "out of memory", "device memory")
+
+
+def fail(drawn, form):
+    """Lets something fail in the rounds that come."""
+    from fake_device import control
+
+    kind = drawn.choice(["call"] * 6 + ["context", "memory"])
+    if kind == "context":
+        control.lose_context()
+    elif kind == "memory":
+        control.limit_memory(1)
+    else:
+        call = drawn.choice(CALLS + OF_FORM[form] * 2)
+        code = drawn.choice(["system", "exhausted"])
+        control.inject(call, drawn.randint(1, 40), drawn.randint(1, 3), code)
+
+
+def collective(me, verb, number, count):
+    """Returns the work of a collective, its tensor, and the values that this ends with if these
+    ranks take part."""
+    given = [float(100 * number + r + 1) for r in range(me.size)]
+    mine, root = torch.full((count,), given[me.rank]), number % me.size
+    output = torch.full((me.size * count,), -1.0)
+
+    def parts(who):
+        return {given[r] if r in who else 0.0 for r in range(me.size)}
+
+    if verb == "all_reduce":
+        return dist.all_reduce(mine, async_op=True), mine, lambda who: {sum(given[r] for r in who)}
+    if verb == "broadcast":
+        return dist.broadcast(mine, root, async_op=True), mine, lambda who: {given[root]}
+    if verb == "all_to_all":
+        work = dist.all_to_all_single(output, mine.repeat(me.size), async_op=True)
+    else:
+        work = dist.all_gather_into_tensor(output, mine, async_op=True)
+    return work, output, parts
+
+
+def faulty_on_rank(me, seed, form, victim):
+    """Returns the texts of the errors in their order. Outputs of other ranks are right, or have
+    their old contents. The victim leaves, and the others may go on without it."""
+    me.init(timeout=TIMEOUT)
+    program, own = random.Random(seed), random.Random(f"{seed} fails")
+    begin, errors = program.randrange(ROUNDS // 2), []
+
+    def attempt(call, *arguments):
+        try:
+            return call(*arguments)
+        except (RuntimeError, dist.DistError) as error:
+            errors.append(str(error))
+
+    for number in range(ROUNDS):
+        verb = program.choice(["all_reduce", "broadcast", "all_to_all", "all_gather"])
+        # The emulator of kernels is slow.
+        count = program.choice([1, 300, 5000, 5000 if form == "kernels" else 400_000])
+        if me.rank == victim and number == begin:
+            fail(own, form)
+        called = attempt(collective, me, verb, number, count)
+        if called is None:
+            continue
+        work, tensor, expected = called
+        before = len(errors)
+        attempt(work.wait)
+        found = attempt(lambda tensor=tensor: {*tensor.unique().tolist()})
+        who = attempt(lambda work=work: work.contributors)
+        if me.rank != victim and len(errors) == before:
+            untouched = {-1.0, float(100 * number + me.rank + 1)}
+            assert found == expected(who) or found <= untouched, (number, verb, found, who)
+    attempt(torch.accelerator.synchronize)
+    attempt(dist.destroy_process_group)
+    return errors
+
+
+def check_seed(seed):
+    form, victim = random.Random(seed).choice([*FORMS]), seed % SIZE
+    env = {**cards.over("device"), "MOONCAKE_FAILURE_TIMEOUT_MS": "2000", **FORMS[form]}
+    with harness.starting(SIZE, faulty_on_rank, seed, form, victim, backend=None, env=env) as crew:
+        errors = crew.results(90)
+    own = errors.pop(victim)
+    assert not own or any(cause in own[0] for cause in CAUSES), own
+    for others in errors:
+        assert own or not others, "an error without a cause"
+        assert all(f"rank {victim}" in text for text in others[:1]), others
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(
+    pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 22)
+)])  # fmt: skip
+def test_whatever_fails_ends_in_time_with_its_cause(seed):
+    check_seed(seed)
