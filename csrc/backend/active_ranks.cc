@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -65,6 +66,22 @@ void ActiveRanks::push() {
     log(LogLevel::kError, "active_ranks", "cannot be copied to ", shown_.device().str(), ": ",
         error.what());
   }
+}
+
+void ActiveRanks::pushAfter(uint64_t active) {
+  if (shown_.is_cpu()) return;
+  int32_t* const elements = host_.mutable_data_ptr<int32_t>();
+  const auto isShown = [&] {
+    for (int r = 0; r < size_; ++r) {
+      const auto shown = std::atomic_ref<int32_t>(elements[r]).load(std::memory_order_acquire);
+      if (shown != 0 && (active >> r & 1) == 0) return false;
+    }
+    return true;
+  };
+  const Deadline deadline = Deadline::after(kPushLimit);
+  while (!isShown() && !deadline.passed())
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  push();
 }
 
 void ActiveRanks::copyToDevice() {

@@ -30,6 +30,8 @@ class ActiveRanks {
   // Brings a tensor of a device up to date, and waits for that, a second at most. Does not throw:
   // logs that a device does not take it. Not for threads that liveness depends on.
   void push();
+  // The same once no other ranks than these are shown, which it waits for as long.
+  void pushAfter(uint64_t active);
 
   const at::Tensor& tensor() const { return shown_; }
   const at::Tensor& onHost() const { return host_; }  // `tensor()`, if that is the CPU's

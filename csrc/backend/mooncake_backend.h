@@ -161,6 +161,11 @@ class MooncakeBackend : public c10d::Backend {
   // Brings the tensor up to date.
   at::Tensor activeRanks() const;
   at::Tensor activeRanksOnHost() const { return activeRanks_->onHost(); }
+  // Returns a function that brings `activeRanks` on a device up to date, once the group's view has
+  // none but these ranks.
+  std::function<void(uint64_t active)> showLoss() const {
+    return [ranks = activeRanks_](uint64_t active) { ranks->pushAfter(active); };
+  }
   // Options for a group of these ranks of this group; the list is the new group's rank order.
   BackendOptions optionsOfSplit(const std::vector<int>& ranks, const Options& opts) const;
   // Options for a group that this one is merged into. Only used while this group lives.

@@ -232,7 +232,8 @@ PeerRoute& DeviceBackend::route() {
                                                              .blocks = options().blockingWait,
                                                              .capacity = options().capacity,
                                                              .timeout = timeout,
-                                                             .unseen = unseen_});
+                                                             .unseen = unseen_,
+                                                             .onLoss = showLoss()});
   }
   return *route_;
 }

@@ -59,9 +59,9 @@ bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline de
   if (accelerator.ok() && !streams->words())
     accelerator = Error{ErrorCode::kUnsupported, "its streams have no words"};
   const DeviceStream native = accelerator.ok() ? OwnStream::nativeOf(stream) : DeviceStream{};
-  auto peers =
-      PeerCollectives::make(std::move(control), std::move(feed), std::move(accelerator), native,
-                            {settings_.bytes, settings_.table, settings_.timeout}, deadline);
+  auto peers = PeerCollectives::make(
+      std::move(control), std::move(feed), std::move(accelerator), native,
+      {settings_.bytes, settings_.table, settings_.timeout, settings_.onLoss}, deadline);
   if (!peers.ok()) {
     log(LogLevel::kInfo, "group '" + settings_.name + "'",
         "tensors of devices go through host memory: ", peers.error().message);

@@ -37,6 +37,7 @@ class PeerRoute {
     int capacity = 0;     // see MooncakeBackend
     std::chrono::milliseconds timeout{};
     std::shared_ptr<UnseenErrors> unseen;
+    std::function<void(uint64_t active)> onLoss;  // see PeerGuard::Functions
   };
   PeerRoute(MakeGroup makeGroup, Settings settings)
       : makeGroup_(std::move(makeGroup)), settings_(std::move(settings)) {}

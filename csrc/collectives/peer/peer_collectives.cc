@@ -135,7 +135,8 @@ Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
                                {.halfBytes = settings.halfBytes + kernels::kSplitBytes,
                                 .inboxHalfBytes = settings.halfBytes + kernels::kSplitBytes,
                                 .mostBlocks = PeerTable::kMostBlocks,
-                                .timeout = settings.timeout},
+                                .timeout = settings.timeout,
+                                .onLoss = settings.onLoss},
                                deadline);
   if (!queue.ok()) return queue.error();
   if ((*queue)->spansHosts() && settings.halfBytes > kMostBetweenHosts) {

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -32,6 +33,7 @@ class PeerCollectives {
     size_t halfBytes = 0;  // of inputs that are exchanged at once
     PeerTable table;       // the same on all ranks
     std::chrono::milliseconds timeout{};
+    std::function<void(uint64_t active)> onLoss = nullptr;  // see PeerGuard::Functions
   };
   // See PeerQueue::make().
   static Result<std::unique_ptr<PeerCollectives>> make(std::unique_ptr<Group> control,

@@ -62,7 +62,8 @@ Status PeerQueue::start(const Settings& settings) {
       *control_, *view_, area_->words(),
       {.acknowledge = [this] { return acknowledge(); },
        .endsOf = [proxy = area_->proxy()](
-                     uint64_t ranks) { return proxy ? proxy->endsOf(ranks) : std::string(); }},
+                     uint64_t ranks) { return proxy ? proxy->endsOf(ranks) : std::string(); },
+       .onLoss = settings.onLoss},
       settings.timeout);
   if (!guard.ok()) return guard.error();
   guard_ = std::move(*guard);

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -30,6 +31,7 @@ class PeerQueue {
     size_t inboxHalfBytes = 0;
     unsigned mostBlocks = 1;  // of a kernel, and so multiprocessors that it takes
     std::chrono::milliseconds timeout{};
+    std::function<void(uint64_t active)> onLoss = nullptr;  // see PeerGuard::Functions
   };
   // Collective over `control`, a group of the ranks for this object alone; `view` shows its view.
   // All members return ok, or all return an error that says why. Waits for work of the stream.
