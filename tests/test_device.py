@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -952,7 +953,55 @@ def test_outputs_that_are_late(form):
         ranks.broken = True
 
 
-# ---- Ctrl-C
+# ---- signals
+
+
+def calls_in_a_handler(me):
+    """The call that the handler interrupts waits for the end of an earlier one. All calls are alike,
+    as the handler may come anywhere on another rank."""
+    tensors, works = [], []
+
+    def reduce():
+        tensors.append(torch.ones(8))
+        works.append(dist.all_reduce(tensors[-1], async_op=True))
+
+    reduce()
+    works[0].wait()
+    torch.accelerator.synchronize()
+    opened = threading.Event()
+    with held() as gate:
+
+        def handler(*_):
+            threading.Thread(target=gate.open).start()
+            reduce()
+            opened.set()
+
+        signal.signal(signal.SIGUSR1, handler)
+        main = threading.get_ident()
+
+        def interrupt():
+            seen = 0
+            while seen < 400 or seen != len(works):  # until no call returns
+                seen = len(works)
+                time.sleep(0.3)
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        watcher = threading.Thread(target=interrupt)
+        watcher.start()
+        for _ in range(600):
+            reduce()
+        watcher.join()
+        assert opened.wait(30)
+    for work in works:
+        work.wait()
+    torch.accelerator.synchronize()
+    assert {tuple(tensor.tolist()) for tensor in tensors} == {(2.0,) * 8}
+    assert len(works) == 602
+
+
+def test_a_handler_that_calls_while_a_call_waits(form):
+    with crew(form, size=2) as ranks:
+        ranks.call(calls_in_a_handler)
 
 
 def interrupted(me, what):

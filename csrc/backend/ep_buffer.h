@@ -190,7 +190,7 @@ class EpBuffer {
   const std::shared_ptr<ep::Buffer> buffer_;
   const std::shared_ptr<BlockCache> results_;  // keeps at most as much as the buffer has
   StagingStreams streams_;
-  std::mutex orderMutex_;  // held from the mark of an ordered staging to its place in the queue
+  std::recursive_mutex orderMutex_;  // as that of MooncakeBackend
   // The results of nextCombineBuffer(), until the next combine.
   std::optional<ep::Buffer::NextSend> inPlace_;
   std::optional<at::Tensor> inPlaceOnDevice_;

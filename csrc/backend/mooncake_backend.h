@@ -257,7 +257,7 @@ class MooncakeBackend : public c10d::Backend {
       work->endProfile();
     } else {
       // No other call may come between the mark and the place in the queue.
-      std::unique_lock<std::mutex> order(orderMutex_, std::defer_lock);
+      std::unique_lock order(orderMutex_, std::defer_lock);
       const bool isReplay = staging->mode() == Staging::Mode::kReplays;
       const auto turn = std::make_shared<StagedTurn>(staging);
       auto inTurn = [this, turn, staging, run = std::forward<Run>(run)] {
@@ -302,7 +302,9 @@ class MooncakeBackend : public c10d::Backend {
   BackendOptions options_;
   std::shared_ptr<ActiveRanks> activeRanks_;
   Coalescing coalescing_;
-  std::mutex orderMutex_;       // held from the mark of an ordered staging to its place in queue_
+  // Held from the mark of an ordered staging to its place in queue_. Recursive, because a mark may
+  // wait for a word of the stream, and signal handlers that run then may call operations.
+  std::recursive_mutex orderMutex_;
   std::mutex abortHooksMutex_;  // guards abortHooks_; hooks run without it
   std::map<int64_t, std::function<void()>> abortHooks_;
   const uint32_t forkGeneration_ = forkGeneration();
