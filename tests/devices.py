@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 VARIABLE = "TEST_DEVICE"
 # Layouts whose ranks have tensors of a device begin with "device".
@@ -25,6 +29,22 @@ def settings(layout: str) -> dict[str, str]:
         "MOONCAKE_EP_STREAM_WORDS": str(int(layout != "device-host")),
         "MOONCAKE_EP_KERNELS": str(int("kernels" in layout)),
     }
+
+
+def on_fake_only(function: Function) -> Function:
+    """Marks a function of ranks that holds a stream, makes calls fail, or uses a second device.
+    Crews skip tests that run it on another device."""
+    function.on_fake_only = True  # type: ignore[attr-defined]
+    return function
+
+
+def why_not(kind: str, *functions: object) -> str | None:
+    """Why ranks cannot run one of the functions with tensors of the device."""
+    for function in functions if kind not in ("cpu", "fake") else ():
+        if getattr(function, "on_fake_only", False):
+            name = getattr(function, "__name__", "a function")
+            return f"{name} needs what only the device `fake` has, and {kind} has not"
+    return None
 
 
 def prepare(kind: str) -> None:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import unittest
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -166,6 +167,7 @@ class Crew:
         timeout: float = DEADLINE,
     ) -> None:
         self.size = size
+        self.device = (env or {}).get(devices.VARIABLE, devices.kind())
         self.namespaces = namespaces
         self.broken = False
         self.folder = Path(tempfile.mkdtemp(prefix="mooncake-test-"))
@@ -220,6 +222,9 @@ class Crew:
         return self.results(deadline)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Skips the test if the ranks' device cannot run the function."""
+        if reason := devices.why_not(self.device, function, *args):
+            raise unittest.SkipTest(reason)
         for rank, link in enumerate(self.links):
             try:
                 link.send((function, args))

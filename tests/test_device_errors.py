@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import devices
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from test_device import crew
 SIZE = 2
 
 
+@devices.on_fake_only
 def fails_once(me, call, number):
     """Rank 0's device fails, and its program goes on. No rank may take another call's data for that
     call's, and all get an error: rank 1 that of its timeout."""

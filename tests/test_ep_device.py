@@ -12,6 +12,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import DEVICE
 from ep_crew import check_combine, check_dispatch, my_answers
 from harness import raised
 
@@ -20,7 +21,7 @@ from mooncake.ep import Buffer, EventHandle, EventOverlap, reference
 SIZE, TOKENS, HIDDEN, TOPK, EXPERTS = 3, 8, 256, 3, 6
 OWNERS = reference.default_owners(EXPERTS, SIZE)
 COUNTS = [8, 3, 0]
-SHARED = {"MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: "fake"}
+SHARED = {"MOONCAKE_TRANSPORTS": "shm", devices.VARIABLE: DEVICE}
 # Without words, a plain call and the waits wait on the host.
 FORMS = ["words", "host", "kernels"]
 HOOK, EVENT = {"return_recv_hook": True}, {"async_finish": True}
@@ -32,7 +33,7 @@ def form(request):
 
 
 def crew(form, size=SIZE, **options):
-    devices.prepare("fake")
+    devices.prepare(DEVICE)
     env = {
         **SHARED,
         "MOONCAKE_EP_STREAM_WORDS": str(int(form != "host")),
@@ -76,6 +77,7 @@ def finish(event, hook):
 # ---- streams
 
 
+@devices.on_fake_only
 def late_inputs(me, is_host, how):
     """The inputs are written after the call, by the stream that the call was made on. The call
     returns before that, and with words so does the wait."""
@@ -117,6 +119,7 @@ def test_inputs_that_come_late(form, how):
         ranks.call(late_inputs, form == "host", how)
 
 
+@devices.on_fake_only
 def plain_calls_do_not_wait(me):
     """With words, no call waits on the host for a stream or for other ranks."""
     buffer = ep_crew.mooncake_buffer(TOKENS, HIDDEN, EXPERTS)
@@ -195,6 +198,7 @@ def test_results_come_before_later_work(form, how):
         ranks.call(results_come_before_later_work, how)
 
 
+@devices.on_fake_only
 def held_copies(me):
     """The stream of the copies is held: only streams that wait for it see no old contents."""
     buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
@@ -224,6 +228,7 @@ def test_copies_have_a_stream_of_their_own():
         ranks.call(held_copies)
 
 
+@devices.on_fake_only
 def masks_in_order(me):
     """The masks are written where the current stream is, after its earlier work, and no call waits
     for that."""
@@ -361,6 +366,7 @@ def test_dropped_results(form):
         ranks.call(dropped_results)
 
 
+@devices.on_fake_only
 def zero_copy(me, is_host):
     """Rows are written late, into the tensor of get_next_low_latency_combine_buffer()."""
     buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
@@ -394,6 +400,7 @@ def test_zero_copy(form):
         ranks.call(zero_copy, form == "host")
 
 
+@devices.on_fake_only
 def events(me):
     """capture() notes the place of the current stream; other streams wait for that."""
     source = torch.ones(1000, device="cpu").pin_memory()
@@ -436,6 +443,7 @@ def test_events(form):
 # ---- what is refused, and errors
 
 
+@devices.on_fake_only
 def refused(me, records):
     from fake_device import control
 
@@ -497,6 +505,7 @@ def test_wrong_values(form):
         ranks.call(wrong_values, form == "host")
 
 
+@devices.on_fake_only
 def stuck_stream(me):
     """One rank's stream does not come to the call in time: an error on all that names it."""
     limit = timedelta(seconds=0.5) if me.rank == 1 else None

@@ -4,6 +4,7 @@
     python tests/conformance NAME ...          some of its tests
     python tests/conformance --every 8         each eighth: a smoke test of another torch
     python tests/conformance --device fake     the same with tensors of a device, beside CPU tensors
+    TEST_DEVICE=cuda python tests/conformance --device cuda    the same on a GPU, else hidden
     python tests/conformance --alone --backend fake   what torch's backend passes that moves nothing
 
 What passes is not run on the reference: only the others can be wrong. All that a failed test has to

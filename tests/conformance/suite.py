@@ -39,13 +39,15 @@ _libc = ctypes.CDLL(None)
 
 os.environ.update(
     BACKEND="gloo",
-    CUDA_VISIBLE_DEVICES="",
+    PYTORCH_NVML_BASED_CUDA_CHECK="1",  # CUDA does not survive the fork of ranks
     INIT_METHOD="file://",
     PYTORCH_PRINT_REPRO_ON_FAILURE="0",
     TORCHINDUCTOR_CACHE_DIR=str(Path(__file__).resolve().parents[2] / "build/conformance/compiled"),
     TORCHINDUCTOR_VEC_ISA_OK="0",  # else it tries vectors out with the compiler, most of a minute
     WORLD_SIZE=str(WORLD_SIZE),
 )
+if devices.kind() != "cuda":
+    os.environ.update(CUDA_VISIBLE_DEVICES="")
 # torch's TestCase derives from this package's, and no test of the suite uses what it adds.
 sys.modules.setdefault(
     "expecttest",

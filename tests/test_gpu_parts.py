@@ -1,0 +1,119 @@
+"""tests/gpu: its parts end within their bounds with a table, also where a step fails or hangs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+spec = importlib.util.spec_from_file_location("gpu_parts", ROOT / "tests/gpu/parts.py")
+assert spec is not None
+assert spec.loader is not None
+parts = importlib.util.module_from_spec(spec)
+sys.modules["gpu_parts"] = parts  # for its dataclasses
+spec.loader.exec_module(parts)
+
+STEPS = [step for steps in parts.PARTS.values() for step in steps]
+
+
+def test_what_the_parts_name_exists():
+    named = {word for step in STEPS for word in step.command if word.endswith(".py")}
+    assert not [word for word in named if not (ROOT / word).is_file()]
+    on_devices = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*device*.py")}
+    of_fake = {"tests/test_fake_device.py"}
+    assert on_devices - of_fake <= named
+    for steps in parts.PARTS.values():
+        assert len({step.name for step in steps}) == len(steps)
+
+
+def python(name, text, **options):
+    return parts.Step(name, [sys.executable, "-c", text], **options)
+
+
+def test_a_part_that_fails(tmp_path, capsys):
+    suite = tmp_path / "test_some.py"
+    suite.write_text(
+        "import pytest\n"
+        "def test_one(): pass\n"
+        "def test_two(): pass\n"
+        "def test_three(): assert 1 == 2\n"
+        "def test_four(): pytest.skip('why')\n"
+    )
+    report = "{}/some.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    steps = [
+        parts.Step("some", [*command, f"--junitxml={report}", str(suite)], report=report),
+        python("says", "print('the result')", shows=True),
+        python("breaks", "import sys; print('the cause'); sys.exit(3)"),
+    ]
+    assert not parts.run_part("mixed", steps, tmp_path / "out")
+    lines = [line.split() for line in (tmp_path / "out/mixed.txt").read_text().splitlines()]
+    assert [line[:4] for line in lines[2:]] == [
+        ["some", "2", "1", "1"],
+        ["says", "1", "0", "0"],
+        ["breaks", "0", "1", "0"],
+    ]
+    assert lines[-1][-2:] == ["status", "3"]
+    shown = capsys.readouterr().out
+    assert "the result" in shown
+    assert "the cause" in shown
+    assert "assert 1 == 2" in (tmp_path / "out/mixed.log").read_text()
+
+
+def test_a_report_of_googletest(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="a" status="run" result="completed"/>'
+        '<testcase name="b" status="run" result="skipped"><skipped message="x"/></testcase>'
+        '<testcase name="c" status="notrun" result="suppressed"/>'
+        '<testcase name="d" status="run" result="completed"><failure message="y"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert parts.counts(report) == (1, 1, 1)
+
+
+def test_a_step_that_hangs_is_stopped(tmp_path, monkeypatch):
+    """So is the process that it has started, which hears no SIGINT."""
+    monkeypatch.setattr(parts, "STOPPING_S", 1.0)
+    child = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    hangs = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    steps = [python("hangs", hangs), python("later", "print('not run')")]
+    assert not parts.run_part("late", steps, tmp_path, bound=6.0)
+    text = (tmp_path / "late.txt").read_text()
+    assert "stopped at the part's bound" in text
+    assert "not run" in text
+    pid = int((tmp_path / "pid").read_text())
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def run_script(*arguments):
+    command = [ROOT / "tests/gpu/run.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("says", ["", "No devices were found"])
+def test_without_a_gpu(tmp_path, monkeypatch, says):
+    """Neither without a driver nor with one that sees no GPU is anything run."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{says}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = run_script()
+    assert (found.returncode, found.stdout) == (0, "no GPU on this machine: nothing to run\n")
+
+
+def test_the_list():
+    found = run_script("--list")
+    assert found.returncode == 0, found.stderr
+    assert [line.split(":")[0] for line in found.stdout.splitlines()] == list(parts.PARTS)
