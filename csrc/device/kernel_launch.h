@@ -4,13 +4,13 @@
 #include <cstdint>
 #include <span>
 
-#include "kernels/kernel_id.h"
-
 namespace mooncake {
+
+enum class KernelId : uint32_t;  // kernels/kernel_id.h
 
 // One launch of a kernel of this library.
 struct KernelLaunch {
-  KernelId kernel = KernelId::kProbe;
+  KernelId kernel{};
   uint32_t grid = 1;                     // blocks
   uint32_t block = 1;                    // threads of each block
   uint32_t sharedBytes = 0;              // dynamic shared memory of each block

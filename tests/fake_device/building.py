@@ -27,6 +27,7 @@ SUFFIXES = (".cc", ".cuh", ".h", ".txt")
 HEADERS = (
     "base/result.h",
     "device/accelerator.h",
+    "device/device_types.h",
     "device/fake/fake_devices.h",
     "device/kernel_launch.h",
     "device/peer_memory.h",

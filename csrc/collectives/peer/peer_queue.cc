@@ -10,6 +10,7 @@
 #include "collectives/collectives.h"
 #include "collectives/peer/allocation_exchange.h"
 #include "device/kernel_launch.h"
+#include "kernels/kernel_id.h"
 
 namespace mooncake {
 namespace {

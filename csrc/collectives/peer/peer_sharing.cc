@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "collectives/collectives.h"
 #include "device/kernel_launch.h"
+#include "kernels/kernel_id.h"
 
 namespace mooncake {
 

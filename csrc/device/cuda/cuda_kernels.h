@@ -9,6 +9,7 @@
 #include "device/accelerator.h"
 #include "device/cuda/cuda_contexts.h"
 #include "device/kernel_launch.h"
+#include "kernels/kernel_id.h"
 
 namespace mooncake {
 

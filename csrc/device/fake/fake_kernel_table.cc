@@ -4,6 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/kernel_id.h"
+
 namespace mooncake {
 namespace {
 

@@ -8,6 +8,7 @@
 #include "device/cuda/cuda_accelerator.h"
 #include "device/kernel_launch.h"
 #include "device/scripted_driver.h"
+#include "kernels/kernel_id.h"
 #include "kernels/probe.h"
 
 namespace mooncake::testing {

@@ -4,6 +4,7 @@
 
 #include "device/accelerator.h"
 #include "device/kernel_launch.h"
+#include "kernels/kernel_id.h"
 #include "kernels/probe.h"
 
 namespace mooncake::testing {
