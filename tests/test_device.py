@@ -499,8 +499,9 @@ def shows_active_ranks(me):
     assert on_host.tolist() == [1, 1, 0]
 
 
-def test_active_ranks_on_the_device(form):
-    with crew(form, backend=None) as ranks:
+@pytest.mark.parametrize("peer_bytes", [0, 65536], ids=["staged", "kernels"])
+def test_active_ranks_on_the_device(form, peer_bytes):
+    with crew(form, backend=None, env={"MOONCAKE_PEER_BYTES": str(peer_bytes)}) as ranks:
         ranks.start(shows_active_ranks)
         ranks.results(dead=[2])
         ranks.broken = True
@@ -974,8 +975,8 @@ def test_outputs_that_are_late(form):
 
 
 def calls_in_a_handler(me):
-    """The call that the handler interrupts waits for the end of an earlier one. All calls are alike,
-    as the handler may come anywhere on another rank."""
+    """The call that the handler interrupts waits for the end of an earlier one. All calls are
+    alike, as the handler may come anywhere on another rank."""
     tensors, works = [], []
 
     def reduce():

@@ -152,20 +152,14 @@ def test_within_an_engine():
 # ---- failures
 
 
-<<<<<<< HEAD
-def fails_once(me, control, engine, target, addresses):
-    here, there = registered(engine, "fake:0"), addresses[1]
-    # A device that maps the peer's memory reads all of it at once, and the peer reads for a write.
-    is_mapped = "MOONCAKE_CUDA_IPC" in os.environ
-    for n in (1,) if is_mapped else (1, 4, 7):
-=======
 @devices.on_fake_only
 def fails_once(me, engine, target, addresses):
     from fake_device import control
 
-    here = registered(engine, HERE)
-    for n in (1, 4, 7):
->>>>>>> 7386b4f (tests: the suites for a GPU in parts of eight minutes with tables)
+    here, there = registered(engine, HERE), addresses[1]
+    # A device that maps the peer's memory reads all of it at once, and the peer reads for a write.
+    is_mapped = "MOONCAKE_CUDA_IPC" in os.environ
+    for n in (1,) if is_mapped else (1, 4, 7):
         control.inject("copy", n=n)
         transfer = engine.transfer_sync_read if is_mapped else engine.transfer_sync_write
         assert transfer(target, here.data_ptr(), there, SIZE) == -1

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-import fake_device
+import os
+
+import devices
+import engines
 import harness
 import pytest
 import torch
-from test_transfer import over
-from test_transfer_device import SIZE, noise, put, registered, serving
+from conftest import DEVICE
+from test_transfer_device import HERE, SIZE, noise, other, over, put, registered, serving
 
 pytestmark = pytest.mark.usefixtures("built")
 
-WIRE = over("shm", MOONCAKE_CUDA_IPC="1")
+WIRE = over("mapped")
 
 
 @pytest.fixture(scope="module")
 def built():
-    fake_device.build()
+    devices.prepare(DEVICE)
 
 
 def both_ways(engine, target, addresses, here, seed):
@@ -32,8 +35,11 @@ def both_ways(engine, target, addresses, here, seed):
     return values
 
 
-def without_buffers(me, control, engine, target, addresses):
-    here = registered(engine, "fake:1")
+@devices.on_fake_only
+def without_buffers(me, engine, target, addresses):
+    from fake_device import control
+
+    here = registered(engine, other())
     control.inject("allocatePinned", times=1000)  # transfers through host memory would fail
     return both_ways(engine, target, addresses, here, 1)
 
@@ -44,9 +50,12 @@ def test_no_byte_goes_through_the_host():
     assert torch.equal(tensors[2], values)
 
 
-def with_a_failure(me, control, engine, target, addresses, call):
+@devices.on_fake_only
+def with_a_failure(me, engine, target, addresses, call):
+    from fake_device import control
+
     control.inject(call, times=1000)
-    here = registered(engine, "fake:1")
+    here = registered(engine, other())
     return both_ways(engine, target, addresses, here, 3)
 
 
@@ -64,23 +73,22 @@ def read_of(engine, here, target, there):
 
 def renews_memory(me):
     """Rank 0 frees its memory and registers other, several times."""
-    fake_device.register()
-    from engines import make
-
-    side = make(size=4096)
+    devices.register(DEVICE)
+    side = engines.make(size=4096)
     if me.rank == 0:
         for seed in range(4):
-            memory = registered(side.engine, "fake:0")
+            memory = registered(side.engine, HERE)
             put(memory, noise(seed))
             me.board.set(f"memory-{seed}", (side.session, memory.data_ptr()))
             me.board.wait(f"read-{seed}")
             assert side.engine.unregister_memory(memory.data_ptr()) == 0
             del memory
-            torch.accelerator.empty_cache() if hasattr(torch.accelerator, "empty_cache") else None
+            if hasattr(torch.accelerator, "empty_cache"):
+                torch.accelerator.empty_cache()
             me.board.set(f"freed-{seed}", True)
             me.board.wait(f"refused-{seed}")
         return
-    here = registered(side.engine, "fake:1")
+    here = registered(side.engine, other())
     for seed in range(4):
         target, there = me.board.wait(f"memory-{seed}")
         assert read_of(side.engine, here, target, there) == 0
@@ -99,16 +107,14 @@ def test_memory_that_is_freed_and_allocated_anew():
 
 def reads_and_waits(me):
     """Rank 1 reads from rank 0, which is killed or stopped."""
-    fake_device.register()
-    from engines import make
-
-    side = make(size=4096)
+    devices.register(DEVICE)
+    side = engines.make(size=4096)
     if me.rank == 0:
-        memory = registered(side.engine, "fake:0")
+        memory = registered(side.engine, HERE)
         put(memory, noise(5))
         me.board.set("target", (side.session, memory.data_ptr()))
         me.board.wait("never")
-    here = registered(side.engine, "fake:1")
+    here = registered(side.engine, other())
     target, there = me.board.wait("target")
     assert read_of(side.engine, here, target, there) == 0
     assert torch.equal(here.cpu(), noise(5))
@@ -135,22 +141,21 @@ def test_an_owner_that_dies_or_stops(how):
         crew.results(dead=[0])
 
 
+@devices.on_fake_only
 def has_other_settings(me):
     """Only one of the two maps memory: it goes through buffers."""
-    import os
-
     if me.rank == 1:
         os.environ["MOONCAKE_CUDA_IPC"] = "0"
-    control = fake_device.register()
-    from engines import make
-
-    side = make(size=4096)
+    devices.register(DEVICE)
+    side = engines.make(size=4096)
     if me.rank == 0:
-        memory = registered(side.engine, "fake:0")
+        memory = registered(side.engine, HERE)
         me.board.set("target", (side.session, memory.data_ptr()))
         me.board.wait("done")
         return memory.cpu()
-    here = registered(side.engine, "fake:1")
+    from fake_device import control
+
+    here = registered(side.engine, other())
     control.inject("importMemory", times=1000)
     target, there = me.board.wait("target")
     put(here, noise(9))

@@ -168,7 +168,10 @@ PARTS: dict[str, list[Step]] = {
         ),
         timing("normal", "bench_ep_device.py", "--ranks", "8", "--tokens", "4096", "--normal"),
         *(
-            timing(name, "bench_ep_device.py", "--ranks", "8", "--staged", MOONCAKE_EP_STREAM_WORDS=words)
+            timing(
+                name, "bench_ep_device.py", "--ranks", "8", "--staged",
+                MOONCAKE_EP_STREAM_WORDS=words,
+            )
             for name, words in (("staged", "1"), ("staged-host", "0"))
         ),
     ],
