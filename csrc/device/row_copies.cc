@@ -4,6 +4,7 @@
 
 #include "device/kernel_launch.h"
 #include "kernels/copy_rows.h"
+#include "kernels/kernel_id.h"
 
 namespace mooncake {
 

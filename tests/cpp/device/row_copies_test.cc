@@ -9,6 +9,7 @@
 #include "device/fake/fake_devices.h"
 #include "device/kernel_launch.h"
 #include "kernels/copy_rows.h"
+#include "kernels/kernel_id.h"
 
 namespace mooncake::testing {
 namespace {
