@@ -23,13 +23,13 @@ MC_DEVICE Part stepOf(const Segment& segment, unsigned number) {
   return {begin < segment.bytes ? begin : segment.bytes, end < segment.bytes ? end : segment.bytes};
 }
 
-MC_DEVICE SplitTable& tableOf(const GroupState& state, int rank, uint64_t serial) {
-  return *reinterpret_cast<SplitTable*>(published(state, rank, serial));
+MC_DEVICE SplitTable& tableOf(const Turn& turn, int rank) {
+  return *reinterpret_cast<SplitTable*>(turn.data[rank]);
 }
 
 MC_DEVICE void writeTable(const AllToAllArguments& a, const Turn& turn) {
   const GroupState& state = *a.exchange.state;
-  SplitTable& table = tableOf(state, state.rank, turn.serial);
+  SplitTable& table = *reinterpret_cast<SplitTable*>(published(state, state.rank, turn.serial));
   for (int rank = int(threadIdx.x); rank < state.ranks; rank += int(blockDim.x)) {
     table.to[rank] = a.to[rank];
     table.from[rank] = a.from[rank];
@@ -60,13 +60,14 @@ MC_DEVICE void publishSegments(const AllToAllArguments& a, const Turn& turn, con
     }
   }
   signalAll(a.exchange, turn, blocks, [&](Pushes& pushes, unsigned block) {
-    const bool hasTable = turn.number == 0 && block == 0 && lane() == 0;
+    const bool isRead = lane() == 0 && receives(a.exchange, turn, pushes.peer);
+    const bool hasTable = turn.number == 0 && block == 0 && isRead;
     push(pushes, 0, 0, hasTable ? sizeof(SplitTable) : 0);
     const Segment& segment = a.to[pushes.peer];
     const Part step = stepOf(segment, turn.number);
     const Part part = partOf(step.end - step.begin, block, gridDim.x, kPartBytes);
     const size_t begin = kTableBytes + segment.place + part.begin;
-    push(pushes, begin, begin, lane() == 0 ? part.end - part.begin : 0);
+    push(pushes, begin, begin, isRead ? part.end - part.begin : 0);
   });
 }
 
@@ -88,7 +89,7 @@ MC_DEVICE void readTables(const AllToAllArguments& a, const Turn& turn, Splits& 
   __syncthreads();
   for (int rank = int(threadIdx.x); rank < state.ranks; rank += int(blockDim.x)) {
     if (!has(turn.active, rank)) continue;
-    const SplitTable& table = tableOf(state, rank, turn.serial);
+    const SplitTable& table = tableOf(turn, rank);
     const Segment given = table.to[state.rank];
     const bool isInside = given.place <= room && given.step <= room - given.place;
     splits.from[rank] =
@@ -124,8 +125,7 @@ MC_DEVICE void receiveSegments(const AllToAllArguments& a, const Turn& turn, con
       const Part step = stepOf(segment, turn.number);
       const Part part = partOf(step.end - step.begin, block, gridDim.x, kPartBytes);
       copyBytes(a.outputs[rank] + step.begin + part.begin,
-                published(state, rank, turn.serial) + kTableBytes + segment.place + part.begin,
-                part.end - part.begin);
+                turn.data[rank] + kTableBytes + segment.place + part.begin, part.end - part.begin);
     } else if (turn.number == 0) {
       const Part part = partOf(a.from[rank], block, gridDim.x, kPartBytes);
       zeroBytes(a.outputs[rank] + part.begin, part.end - part.begin);
@@ -149,8 +149,8 @@ MC_DEVICE bool tellMisfit(const Exchange& exchange, const Turn& turn) {
   for (int from = 0; from < state.ranks; ++from) {
     for (int to = 0; to < state.ranks; ++to) {
       if (!has(turn.active, from) || !has(turn.active, to)) continue;
-      const uint64_t sent = tableOf(state, from, turn.serial).to[to].bytes;
-      const uint64_t expected = tableOf(state, to, turn.serial).from[from];
+      const uint64_t sent = tableOf(turn, from).to[to].bytes;
+      const uint64_t expected = tableOf(turn, to).from[from];
       if (sent != expected && misfit.count < kMisfitPairs)
         misfit.pairs[misfit.count++] = {sent, expected, from, to};
     }

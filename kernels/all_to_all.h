@@ -31,10 +31,9 @@ constexpr size_t kTableBytes = (sizeof(SplitTable) + 127) / 128 * 128;
 constexpr size_t kSplitBytes = kTableBytes + 2 * kMaxRanks * kSegmentUnit;
 
 // all_to_all. A rank knows only its own splits, so the table tells the other ranks how many
-// exchanges the operation has, and `exchange.pieces` is 1. A rank that stops before the tables may
-// have signalled the second exchange, too. An operation that is redone skips its serial number,
-// because it keeps to the same half. `exchange.inputCount` segments, by receiver; one: all ranks
-// receive it.
+// exchanges the operation has, and `exchange.pieces` is 1. A rank that has signalled the second
+// exchange has read the tables: a block that goes on for stopped ones finds all signals that they
+// have found. `exchange.inputCount` segments, by receiver; one: all ranks receive it.
 struct AllToAllArguments {
   Exchange exchange;
   uint64_t exchanges;  // see SplitTable
@@ -63,6 +62,7 @@ inline void layOutSegments(AllToAllArguments& arguments, const size_t* sizes, un
   arguments.exchanges = exchanges;
   arguments.exchange.pieces = 1;
   arguments.exchange.inputCount = count;
+  arguments.exchange.readers = count == 1 ? Readers::kAll : Readers::kOwnPart;
 }
 
 }  // namespace mooncake::kernels

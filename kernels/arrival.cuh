@@ -60,7 +60,8 @@ MC_DEVICE Waited awaitHasAll(const Exchange& exchange, uint64_t serial, int peer
 // Shared memory of a block.
 struct BlockState {
   Waited waited[kMaxBlocks * kMaxRanks];
-  uint32_t arrived;  // of all blocks; see GroupState
+  unsigned char* data[kMaxRanks];  // see Turn
+  uint32_t arrived;                // of all blocks; see GroupState
   uint32_t decision;
   uint64_t missing;  // bits of the ranks that a wait has not seen
   int mismatched;    // a rank whose call differs; -1: none
@@ -82,12 +83,13 @@ MC_DEVICE bool haveAll(bool haveArrived, unsigned signals, unsigned ranks, Block
   return false;
 }
 
-// This rank has all data of an exchange. Tells the other ranks that take part. Block 0, or the one
-// that goes on alone.
+// This rank has all data that it receives in an exchange. Tells the other ranks that take part. Block
+// 0, or the one that goes on alone.
 MC_DEVICE void signalHasAll(const Exchange& exchange, const Turn& turn) {
   GroupState& state = *exchange.state;
   Remote& remote = state.remote;
   const uint64_t signal = signalOf(exchange, turn.serial);
+  if (threadIdx.x == 0) state.hadAll = turn.serial;
   for (int peer = int(threadIdx.x); peer < state.ranks; peer += int(blockDim.x)) {
     if (has(turn.active & ~remote.ranks, peer) && peer != state.rank)
       storeReleaseSystem(&state.signals[peer]->hasAll[state.rank], signal);

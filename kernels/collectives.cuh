@@ -9,29 +9,28 @@
 namespace mooncake::kernels {
 
 template <typename T, Combine kBy, int kElements>
-MC_DEVICE void reduceUnit(const GroupState& state, uint64_t serial, uint64_t active, size_t offset,
-                          T* target) {
+MC_DEVICE void reduceUnit(const GroupState& state, const Turn& turn, size_t offset, T* target) {
   struct alignas(kElements == 1 ? alignof(T) : kElements * sizeof(T)) Unit {
     T of[kElements];
   };
   const auto unitOf = [&](int rank) {
-    return loadUnit(reinterpret_cast<const Unit*>(published(state, rank, serial) + offset));
+    return loadUnit(reinterpret_cast<const Unit*>(turn.data[rank] + offset));
   };
   using E = Element<T>;
   typename E::Acc sums[kElements];
   // The first rank stands apart: otherwise nvcc takes many registers more, and some kernels spill.
   int rank = 0;
-  while (!has(active, rank)) ++rank;
+  while (!has(turn.active, rank)) ++rank;
   const Unit first = unitOf(rank);
   for (int i = 0; i < kElements; ++i) sums[i] = E::load(first.of[i]);
   while (++rank < state.ranks) {
-    if (!has(active, rank)) continue;
+    if (!has(turn.active, rank)) continue;
     const Unit unit = unitOf(rank);
     for (int i = 0; i < kElements; ++i) sums[i] = combine<kBy>(sums[i], E::load(unit.of[i]));
   }
   Unit result;
   for (int i = 0; i < kElements; ++i) {
-    if constexpr (kBy == Combine::kAverage) sums[i] = divide(sums[i], size_t(countOf(active)));
+    if constexpr (kBy == Combine::kAverage) sums[i] = divide(sums[i], size_t(countOf(turn.active)));
     E::store(sums[i], result.of[i]);
   }
   storeUnit(reinterpret_cast<Unit*>(target), result);
@@ -72,10 +71,9 @@ MC_DEVICE void reducePart(const GroupState& state, const Turn& turn, const Reduc
   const bool isAligned = (reinterpret_cast<size_t>(target) | part.offset) % sizeof(uint4) == 0;
   const size_t all = part.bytes / sizeof(T), end = isAligned ? all / kElements * kElements : 0;
   for (size_t i = threadIdx.x * kElements; i < end; i += blockDim.x * kElements)
-    reduceUnit<T, kBy, kElements>(state, turn.serial, turn.active, part.offset + i * sizeof(T),
-                                  target + i);
+    reduceUnit<T, kBy, kElements>(state, turn, part.offset + i * sizeof(T), target + i);
   for (size_t i = end + threadIdx.x; i < all; i += blockDim.x)
-    reduceUnit<T, kBy, 1>(state, turn.serial, turn.active, part.offset + i * sizeof(T), target + i);
+    reduceUnit<T, kBy, 1>(state, turn, part.offset + i * sizeof(T), target + i);
 }
 
 // Copies the block's part of a piece from the segments of all ranks. The part is that of commit().
@@ -91,8 +89,7 @@ MC_DEVICE void gatherSegments(const ReduceArguments& a, const GroupState& state,
     if (!has(turn.active, rank)) continue;
     const Part segment = partOf(bytes, number++, count, kSegmentBytes);
     const Part own = commonOf(segment, part);
-    copyBytes(target + own.begin, published(state, rank, turn.serial) + own.begin,
-              own.end - own.begin);
+    copyBytes(target + own.begin, turn.data[rank] + own.begin, own.end - own.begin);
   }
 }
 
@@ -136,7 +133,7 @@ MC_DEVICE void moveAll(const MoveArguments& a) {
       if (!has(a.sources, rank)) continue;
       unsigned char* const target = targetOf(a.exchange, a.outputs[rank], piece.begin) + part.begin;
       if (has(turn.active, rank)) {
-        copyBytes(target, published(state, rank, turn.serial) + a.offset + part.begin, bytes);
+        copyBytes(target, turn.data[rank] + a.offset + part.begin, bytes);
       } else {
         zeroBytes(target, bytes);
       }
@@ -155,7 +152,7 @@ MC_DEVICE void acknowledge(GroupState& state) {
     relax();
   }
   if (!state.failed && loadRelaxedSystem(&state.host->stop) != state.generation)
-    awaitDecision(state, 0, state.serial, false, now() + state.decisionNs);
+    awaitDecision(state, 0, {state.serial, state.hadAll}, false, now() + state.decisionNs);
   addAcqRelDevice(&state.entered, kHeld);
 }
 

@@ -11,7 +11,7 @@ namespace mooncake::kernels {
 
 // The ranks that read a rank's inputs. Ranks on other hosts get nothing else.
 enum class Readers : uint32_t {
-  kAll,      // of all inputs
+  kAll,      // of all inputs; one rank of each other host receives them for all ranks there
   kOwnPart,  // each rank its input, or its part of the only one: all parts are equal
   kRoot      // the root only
 };

@@ -10,9 +10,17 @@
 //
 // No memory of a rank on another host is mapped: a rank pushes its data to the inboxes of remote
 // ranks (kernels/remote.cuh). If it is lost, some may have all of them, and others none. So a group
-// on several hosts has a second round: each rank tells the others that it has the data of all, and
-// uses them once all have told so. A rank that still lacks this of a lost rank can take the
-// operation, if any rank has ended it: then it has the data.
+// on several hosts has a second round: each rank tells the others that it has all data that it
+// receives, and uses them once all have told so. A rank that still lacks this of a lost rank can take
+// the operation, if any rank has ended it: then the data are there.
+//
+// Data that all ranks read cross to another host once: to the inbox of one of its ranks, which the
+// others of its host map. The second round tells them that the data are there, and this memory
+// outlives its owner, too. A rank writes to the same half of an inbox two exchanges later. By then it
+// has the signals of all ranks of that host for the exchange between, so they have read the half. A
+// rank that the others count as lost may still read it: that of the last exchange of which they have
+// told that they have all data. So the first exchange without that rank uses the other half. For the
+// second one there are signals of all ranks, and those of its host have told it before that it is out.
 //
 // Inputs that do not fit go in pieces, each by an exchange of its own. A rank publishes a piece
 // when it has ended the one before, for which it needed the signals of all ranks. So all have ended
@@ -35,8 +43,12 @@ namespace mooncake::kernels {
 MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, const Turn& turn,
                           uint64_t deadline) {
   GroupState& state = *exchange.state;
-  if (shared.mismatched < 0)
-    return awaitDecision(state, shared.missing, lastSerial(turn), exchange.isOfGraph, deadline);
+  if (shared.mismatched < 0) {
+    // Rows of experts are not pushed again, so they stay in their half.
+    const bool readsOthers = exchange.isTwoShot || exchange.readers == Readers::kAll;
+    const Progress progress{lastSerial(turn), readsOthers ? state.hadAll : 0};
+    return awaitDecision(state, shared.missing, progress, exchange.isOfGraph, deadline);
+  }
   failGroup(state, Failure::kMismatch, shared.mismatched);
   return Decision::kRefuse;
 }
@@ -98,10 +110,12 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
                            const Consume& consume, const Finish& finish) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
-  Turn turn{state.serial + 1, 0, state.active, exchangesOf(exchange)};
+  Turn turn{state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
   for (;;) {
+    for (int rank = int(threadIdx.x); rank < state.ranks; rank += int(blockDim.x))
+      if (has(turn.active, rank)) shared.data[rank] = dataOf(exchange, turn, rank);
     publish(turn, blocks);
     bool isReady = awaitAll(exchange, turn, blocks, deadline, shared);
     if (!isReady && blocks.areStopped) {
@@ -112,7 +126,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       }
       isReady = decision == Decision::kTake;
       if (!isReady) {
-        turn = {state.serial + 1, 0, state.active, exchangesOf(exchange)};
+        turn = {state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};
         blocks.areRedone = true;
         if (state.remote.ranks) awaitRings(state);
         continue;
@@ -144,7 +158,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
     turn.number = number;
     deadline = now() + exchange.decisionNs;
   }
-  const Turn last{lastSerial(turn), turn.exchanges - 1, turn.active, turn.exchanges};
+  const Turn last{lastSerial(turn), turn.exchanges - 1, turn.active, turn.exchanges, shared.data};
   const bool hasSucceeded = finish(last);
   if (threadIdx.x != 0) return;
   if (hasSucceeded && isOut(state)) {

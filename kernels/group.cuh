@@ -63,15 +63,21 @@ MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint
   state.active = active;
 }
 
-// Tells the host that this kernel has stopped, and waits for its decision, which takes effect.
-// `taken`: the last serial number that the operation may have used. kRefuse if no decision comes.
-MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, uint64_t taken,
+// How far a rank has come; see HostWords.
+struct Progress {
+  uint64_t taken, hadAll;
+};
+
+// Tells the host that this kernel has stopped, and waits for its decision, which takes effect. kRefuse
+// if no decision comes.
+MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, const Progress& progress,
                                  bool isOfGraph, uint64_t deadline) {
   HostWords& host = *state.host;
   const uint32_t next = state.generation + 1;
   host.missing = missing;
   host.ended = state.serial;
-  host.taken = taken;
+  host.taken = progress.taken;
+  host.hadAll = progress.hadAll;
   storeReleaseSystem(&host.stopped, next);
   uint32_t decided;
   // A refusal may follow at once, and then its generation is a later one.

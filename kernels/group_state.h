@@ -70,6 +70,7 @@ struct HostWords {
   uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
   uint64_t ended = 0;    // serial number of the last exchange of the last operation that has ended
   uint64_t taken = 0;    // no exchange of this rank has a higher serial number
+  uint64_t hadAll = 0;   // see GroupState; 0: ranks read no inboxes but their own
   uint32_t failed = 0;   // a Failure
   uint32_t failedRank = 0;
   // The decisions by which ranks went out, in their order. `changeCount` is written last.
@@ -109,6 +110,7 @@ struct GroupState {
   uint32_t generation = 0;  // counts the host's decisions
   uint64_t done = 0;        // number of the last operation that has ended
   uint64_t serial = 0;      // of the last exchange. An operation has one or more
+  uint64_t hadAll = 0;      // of the last exchange of which this rank has told that it has all data
   uint64_t calls = 0;       // see HostWords
   uint64_t sent = 0;        // serial number of the last exchange that sendAll() began
   uint32_t sentBlocks = 0;  // its blocks, as far as `entered` counts them

@@ -53,9 +53,10 @@ MC_DEVICE unsigned exchangesOf(const Exchange& exchange) {
 // One exchange of an operation.
 struct Turn {
   uint64_t serial;
-  unsigned number;         // from 0 on
-  uint64_t active;         // bits of the ranks that take part
-  unsigned exchanges = 1;  // of the operation; see AllToAllArguments
+  unsigned number;                       // from 0 on
+  uint64_t active;                       // bits of the ranks that take part
+  unsigned exchanges = 1;                // of the operation; see AllToAllArguments
+  unsigned char* const* data = nullptr;  // of the ranks that take part, where this rank reads them
 };
 
 // The piece of `bytes` that an exchange has.
@@ -66,6 +67,11 @@ MC_DEVICE Part pieceOf(const Exchange& exchange, const Turn& turn, size_t bytes)
 // Whether an exchange gathers the segments that the one before has reduced.
 MC_DEVICE bool gathersSegments(const Exchange& exchange, const Turn& turn) {
   return exchange.isTwoShot && turn.number % 2;
+}
+
+// Whether all ranks read the same data of a rank in an exchange.
+MC_DEVICE bool areForAll(const Exchange& exchange, const Turn& turn) {
+  return exchange.isTwoShot ? gathersSegments(exchange, turn) : exchange.readers == Readers::kAll;
 }
 
 // Serial number of the operation's last exchange.

@@ -20,6 +20,33 @@ MC_DEVICE size_t publishedBytes(const GroupState& state, int rank) {
   return has(state.remote.ranks, rank) ? state.remote.inboxHalfBytes : state.halfBytes;
 }
 
+// The rank of `to`'s host that receives the data of rank `from`, which are for all ranks there. It
+// follows from the ranks that take part. The ranks of a host send to those of another one in turn.
+MC_DEVICE int receiverOf(const Remote& remote, uint64_t active, int from, int to) {
+  uint64_t theirs = active & remote.hosts[to];
+  const uint64_t before = active & remote.hosts[from] & ((uint64_t(1) << from) - 1);
+  for (int left = countOf(before) % countOf(theirs); left > 0; --left) theirs &= theirs - 1;
+  return __ffs(int(theirs)) - 1;
+}
+
+// Whether this rank pushes its data of an exchange to a remote rank.
+MC_DEVICE bool receives(const Exchange& exchange, const Turn& turn, int peer) {
+  const GroupState& state = *exchange.state;
+  return !areForAll(exchange, turn) ||
+         receiverOf(state.remote, turn.active, state.rank, peer) == peer;
+}
+
+// The memory where this rank reads the data of a rank that takes part: published memory, its own
+// inbox, or that of another rank of its host.
+MC_DEVICE unsigned char* dataOf(const Exchange& exchange, const Turn& turn, int rank) {
+  const GroupState& state = *exchange.state;
+  const Remote& remote = state.remote;
+  unsigned char* const data = published(state, rank, turn.serial);
+  if (!has(remote.ranks, rank) || !areForAll(exchange, turn)) return data;
+  const int receiver = receiverOf(remote, turn.active, rank, state.rank);
+  return remote.regions[receiver] + (data - remote.regions[state.rank]);
+}
+
 MC_DEVICE uint64_t signalOf(const Exchange& exchange, uint64_t serial) {
   return serial << kCallBits | (exchange.call & ((1u << kCallBits) - 1));
 }
@@ -86,8 +113,8 @@ MC_DEVICE void signalAll(const Exchange& exchange, const Turn& turn, const Block
   }
 }
 
-// Pushes the block's part of each input, as far as the remote rank reads it, or of the own segment.
-// One warp: a lane has an input.
+// Pushes the block's part of each input, as far as the remote rank receives it, or of the own
+// segment. One warp: a lane has an input.
 MC_DEVICE void pushInputs(const Exchange& exchange, const Turn& turn, Pushes& pushes,
                           unsigned block) {
   static_assert(unsigned(kMaxRanks) <= kLanes);
@@ -96,7 +123,7 @@ MC_DEVICE void pushInputs(const Exchange& exchange, const Turn& turn, Pushes& pu
   const size_t bytes = piece.end - piece.begin;
   const unsigned peer = unsigned(pushes.peer);
   Part part = partOf(bytes, block, gridDim.x, kPartBytes);
-  bool isRead = lane() < exchange.inputCount;
+  bool isRead = lane() < exchange.inputCount && receives(exchange, turn, pushes.peer);
   if (gathersSegments(exchange, turn)) {
     const Part own = segmentOf(turn.active, state.rank, bytes);
     part = partOf(own.end - own.begin, block, gridDim.x, kPartBytes);

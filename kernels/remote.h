@@ -5,8 +5,9 @@
 
 #include "kernels/proxy/command.h"
 
-// Ranks of a kernel's group on other hosts. Nobody loads their memory: each rank writes its data for
-// them into their inboxes, through its proxy. Plain data, part of GroupState.
+// Ranks of a kernel's group on other hosts. No rank loads their memory: each writes its data for them
+// into their inboxes, through its proxy. Data for all ranks go to one inbox of each host, where all its
+// ranks read them. Plain data, part of GroupState.
 namespace mooncake::kernels {
 
 constexpr int kMaxRemoteRanks = 32;   // kMaxRanks
@@ -39,8 +40,11 @@ struct Mails {
 struct Remote {
   uint64_t ranks = 0;  // bits
   ProxyView proxy = {};
+  uint64_t hosts[kMaxRemoteRanks] = {};  // by rank: bits of the ranks on its host
   // The memory that a remote rank may write here: Mails | half | half. A half has `inboxHalfBytes`.
   unsigned char* inboxes[kMaxRemoteRanks] = {};
+  // Memory of the inboxes of each rank on this host, with the same places for all.
+  unsigned char* regions[kMaxRemoteRanks] = {};
   size_t inboxHalfBytes = 0;
   uint64_t inboxAt[kMaxRemoteRanks] = {};  // offset of this rank's inbox in the peer's region
   Mails* outgoing = nullptr;               // one for each rank, in kOwnRegion

@@ -127,8 +127,8 @@ MUTANTS = [
     Mutant(
         "the stop is told before the ranks",
         GROUP,
-        "  host.taken = taken;\n  storeReleaseSystem(&host.stopped, next);",
-        "  storeReleaseSystem(&host.stopped, next);\n  host.taken = taken;",
+        "  host.hadAll = progress.hadAll;\n  storeReleaseSystem(&host.stopped, next);",
+        "  storeReleaseSystem(&host.stopped, next);\n  host.hadAll = progress.hadAll;",
     ),
     Mutant("the decision changes no ranks", GROUP, "  state.active = active;\n", ""),
     Mutant(
@@ -158,8 +158,9 @@ MUTANTS = [
     Mutant(
         "only the exchanges that are left are redone",
         EXCHANGE,
-        "turn = {state.serial + 1, 0, state.active, exchangesOf(exchange)};",
-        "turn = {state.serial + 1 + turn.number, turn.number, state.active, turn.exchanges};",
+        "turn = {state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};",
+        "turn = {state.serial + 1 + turn.number, turn.number, state.active, turn.exchanges, "
+        "shared.data};",
     ),
     Mutant(
         "stopped blocks' later parts are not published",

@@ -4,7 +4,7 @@ and its replacement."""
 from __future__ import annotations
 
 ARRIVAL, EXCHANGE, PUBLISH = "arrival.cuh", "exchange.cuh", "publish.cuh"
-REMOTE, GROUP = "remote.cuh", "group.cuh"
+REMOTE, GROUP, PIECES = "remote.cuh", "group.cuh", "pieces.cuh"
 SPLITS, DISPATCH, COMBINE = "all_to_all.cuh", "ep/dispatch.cuh", "ep/combine.cuh"
 MUTANTS = [
     # Mails
@@ -226,5 +226,76 @@ MUTANTS = [
         COMBINE,
         "if (!isRemote) row += firstRows",
         "row += firstRows",
+    ),
+    # Data for all ranks of a host
+    (
+        "hosts",
+        "each rank of a host gets the data for all",
+        PUBLISH,
+        "state.rank, peer) == peer;",
+        "state.rank, peer) >= 0;",
+    ),
+    (
+        "hosts",
+        "data for all are read in the own inbox",
+        PUBLISH,
+        "const int receiver = receiverOf(remote, turn.active, rank, state.rank);",
+        "const int receiver = state.rank;",
+    ),
+    (
+        "hosts",
+        "lost ranks receive for their host",
+        PUBLISH,
+        "uint64_t theirs = active & remote.hosts[to];",
+        "uint64_t theirs = remote.hosts[to];",
+    ),
+    (
+        "hosts",
+        "one rank of a host receives all",
+        PUBLISH,
+        "left = countOf(before) % countOf(theirs);",
+        "left = 0;",
+    ),
+    (
+        "hosts",
+        "data of a two-shot operation's first exchange are for all",
+        PIECES,
+        "exchange.isTwoShot ? gathersSegments(exchange, turn) : exchange",
+        "exchange.isTwoShot ? true : exchange",
+    ),
+    (
+        "hosts",
+        "data are read where the ranks of the first attempt have put them",
+        EXCHANGE,
+        "if (has(turn.active, rank)) shared.data[rank]",
+        "if (has(turn.active, rank) && !blocks.areRedone) shared.data[rank]",
+    ),
+    (
+        "hosts",
+        "a half is pushed that a rank that is out may read",
+        GROUP,
+        "  host.hadAll = progress.hadAll;\n",
+        "",
+    ),
+    (
+        "hosts",
+        "the exchange that all had is not noted",
+        ARRIVAL,
+        "  if (threadIdx.x == 0) state.hadAll = turn.serial;\n",
+        "",
+    ),
+    (
+        "ep",
+        "rows that stand in inboxes are redone in the other half",
+        EXCHANGE,
+        "readsOthers ? state.hadAll : 0}",
+        "state.hadAll}",
+    ),
+    (
+        "splits",
+        "each rank of a host gets an input for all",
+        SPLITS,
+        "lane() == 0 && receives(a.exchange, turn, pushes.peer);",
+        "lane() == 0;",
     ),
 ]

@@ -70,11 +70,14 @@ Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& acce
   if (!shared.ok()) return shared.error();
   area->hosts_ = std::move(shared->hosts);
   if (settings.inboxHalfBytes == 0) MOONCAKE_TRY(requireOneHost(group, area->hosts_));
-  Status mine = area->mapAll(shared->allocations);
-  if (mine.ok()) mine = area->prepareInboxes(group);
+  Status mine = area->mapAll(shared->allocations, area->parts_);
+  if (mine.ok()) mine = area->clearMails();
   MOONCAKE_TRY(agreeOnAll(group, mine, deadline));
   // As long as all are on one host, none has a proxy.
-  if (!requireOneHost(group, area->hosts_).ok()) MOONCAKE_TRY(area->meetRemote(group, deadline));
+  if (!requireOneHost(group, area->hosts_).ok()) {
+    MOONCAKE_TRY(area->shareInboxes(group, deadline));
+    MOONCAKE_TRY(area->meetRemote(group, deadline));
+  }
   MOONCAKE_TRY(agreeOnAll(group, area->initialize(), deadline));
   return area;
 }
@@ -101,6 +104,7 @@ Result<SharedAllocation> PeerArea::allocate(const Group& group) {
                                                     .limit = env->peerMemory});
   rank_ = group.rank();
   parts_.resize(ranks);
+  inboxes_.resize(ranks);
   const size_t bytes = ticketsOffset() + ranks * sizeof(ProxyTickets);
   const auto own = mappings_->allocate(bytes, group.lastView->epoch);
   if (!own.ok()) return own.error();
@@ -110,34 +114,50 @@ Result<SharedAllocation> PeerArea::allocate(const Group& group) {
   return SharedAllocation{own->allocation, std::move(*descriptor)};
 }
 
-Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations) {
+// Maps the memory of the other ranks of this host. Each has as much as this one.
+Status PeerArea::mapAll(std::vector<SharedAllocation>& allocations, Memory& memory) {
   for (size_t peer = 0; peer < allocations.size(); ++peer) {
     if (int(peer) == rank_ || remoteOf(rank_) >> peer & 1) continue;
     SharedAllocation& theirs = allocations[peer];
-    if (theirs.allocation.bytes < parts_[size_t(rank_)].size())
+    if (theirs.allocation.bytes < memory[size_t(rank_)].size())
       return {ErrorCode::kMismatch, theirs.allocation.text() + " is smaller than the other ranks'"};
     const auto mapped = mappings_->open(
         theirs.allocation, [&]() -> Result<Fd> { return std::move(theirs.descriptor); });
     if (!mapped.ok()) return mapped.error();
-    parts_[peer] = mapped->memory;
+    memory[peer] = mapped->memory;
   }
   return {};
 }
 
-// Allocates the inboxes of the ranks on other hosts, and clears all memory that a proxy uses.
-Status PeerArea::prepareInboxes(const Group& group) {
-  const auto inboxes = size_t(std::popcount(remoteOf(rank_)));
+// Clears the signals, and the memory that a proxy uses.
+Status PeerArea::clearMails() {
   std::memset(pinned_.data(), 0, pinned_.size());
   const auto own = parts_[size_t(rank_)];
   MOONCAKE_TRY(clear(own.subspan(outgoingOffset(), stateOffset() - outgoingOffset())));
-  MOONCAKE_TRY(clear(own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets))));
-  if (inboxes == 0) return {};
+  return clear(own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets)));
+}
+
+// Allocates the inboxes of the ranks on other hosts, and maps those of the ranks of this one.
+Status PeerArea::shareInboxes(Group& group, Deadline deadline) {
+  const auto own = allocateInboxes(group);
+  MOONCAKE_TRY(agreeOnAll(group, own.ok() ? Status() : Status(own.error()), deadline));
+  auto shared = exchangeAllocations(group, *own, deadline);
+  if (!shared.ok()) return shared.error();
+  if (shared->hosts != hosts_)
+    return {ErrorCode::kUnsupported, "the ranks that unix sockets reach have changed"};
+  return agreeOnAll(group, mapAll(shared->allocations, inboxes_), deadline);
+}
+
+Result<SharedAllocation> PeerArea::allocateInboxes(const Group& group) {
+  const auto inboxes = size_t(std::popcount(remoteOf(rank_)));
   const auto made = mappings_->allocate(inboxes * inboxBytes(), group.lastView->epoch);
   if (!made.ok()) return made.error();
-  inboxes_ = made->memory;
+  inboxes_[size_t(rank_)] = made->memory;
   for (size_t i = 0; i < inboxes; ++i)
-    MOONCAKE_TRY(clear(inboxes_.subspan(i * inboxBytes(), sizeof(Mails))));
-  return {};
+    MOONCAKE_TRY(clear(made->memory.subspan(i * inboxBytes(), sizeof(Mails))));
+  auto descriptor = mappings_->descriptorOf(made->allocation);
+  if (!descriptor.ok()) return descriptor.error();
+  return SharedAllocation{made->allocation, std::move(*descriptor)};
 }
 
 // Clears memory of the device by way of pinned memory, which is all zeros.
@@ -158,7 +178,7 @@ Status PeerArea::meetRemote(Group& group, Deadline deadline) {
       group,
       {.owner = {&accelerator_, stream_.device},
        .own = own.first(signalsOffset()),
-       .inboxes = inboxes_,
+       .inboxes = inboxes_[size_t(rank_)],
        .tickets = own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets)),
        .remote = remoteOf(rank_),
        .inboxAt = std::move(inboxes),
@@ -194,9 +214,11 @@ Status PeerArea::initialize() {
     remote.outgoing = reinterpret_cast<Mails*>(own + outgoingOffset());
     remote.outgoingAt = outgoingOffset();
     for (int peer = 0; peer < state.ranks; ++peer) {
+      remote.hosts[peer] = hosts_[size_t(peer)];
+      remote.regions[peer] = reinterpret_cast<unsigned char*>(inboxes_[size_t(peer)].data());
       if (!(remote.ranks >> peer & 1)) continue;
       remote.inboxes[peer] =
-          reinterpret_cast<unsigned char*>(inboxes_.data() + inboxAt(rank_, peer));
+          reinterpret_cast<unsigned char*>(inboxes_[size_t(rank_)].data()) + inboxAt(rank_, peer);
       remote.inboxAt[peer] = inboxAt(peer, rank_);
     }
   }

@@ -18,9 +18,9 @@
 
 namespace mooncake {
 
-// The memory by which kernels of a group's ranks work together: a part of each rank on its device,
-// which the ranks of its host map, an inbox for each rank on another host, and words that a kernel
-// shares with its host.
+// The memory by which kernels of a group's ranks work together: a part of each rank on its device, an
+// inbox for each rank on another host, and words that a kernel shares with its host. The ranks of a
+// host map each other's parts and inboxes.
 class PeerArea {
  public:
   struct Settings {
@@ -71,8 +71,12 @@ class PeerArea {
   uint64_t inboxAt(int rank, int from) const;
 
   Result<SharedAllocation> allocate(const Group& group);
-  Status mapAll(std::vector<SharedAllocation>& allocations);
-  Status prepareInboxes(const Group& group);
+  // By rank; those of ranks on other hosts stay empty.
+  using Memory = std::vector<std::span<std::byte>>;
+  Status mapAll(std::vector<SharedAllocation>& allocations, Memory& memory);
+  Status clearMails();
+  Status shareInboxes(Group& group, Deadline deadline);
+  Result<SharedAllocation> allocateInboxes(const Group& group);
   Status meetRemote(Group& group, Deadline deadline);
   Status clear(std::span<std::byte> memory);
   Status initialize();
@@ -82,9 +86,9 @@ class PeerArea {
   const Settings settings_;
   std::optional<PeerMappings> mappings_;
   int rank_ = 0;
-  std::vector<uint64_t> hosts_;              // by rank: bits of the ranks on its host
-  std::vector<std::span<std::byte>> parts_;  // by rank; empty: a rank on another host
-  std::span<std::byte> inboxes_;
+  std::vector<uint64_t> hosts_;  // by rank: bits of the ranks on its host
+  Memory parts_;
+  Memory inboxes_;  // of all remote ranks, at the same places in each
   kernels::GroupState* state_ = nullptr;
   std::span<std::byte> pinned_;
   kernels::HostWords* words_ = nullptr;

@@ -35,7 +35,7 @@ uint64_t bitsOf(const std::vector<int>& ranks) {
 
 // How far a rank's kernels have come; see kernels::HostWords.
 struct Progress {
-  uint64_t done, ended, taken;
+  uint64_t done, ended, taken, hadAll;
 };
 
 }  // namespace
@@ -240,7 +240,7 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   const Status stopped = stopKernels(lock, deadline);
   if (!stopped.ok()) return refuse(stopped.error());
   const uint64_t own = done();
-  Progress most{own, words_.ended, words_.taken};
+  Progress most{own, words_.ended, words_.taken, words_.hadAll};
   lock.unlock();
   failpoint("peers-stopped");
   const Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&most, 1)),
@@ -251,9 +251,11 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   if (!agreed.ok()) return refuse(agreed.error());
   active_ = bitsOf(control_.lastView->active);
   epochs_.emplace(active_, control_.lastView->epoch);
-  // Ranks that take still read the half of the last operation's last exchange.
+  // The half of this exchange may still be read: by ranks that take the last operation, and in
+  // others' inboxes by ranks that are out and run. So the next exchange has the other half.
+  const uint64_t last = most.hadAll ? most.hadAll : most.ended;
   std::atomic_ref(words_.serial)
-      .store(most.taken + ((most.taken ^ most.ended) & 1), std::memory_order_relaxed);
+      .store(most.taken + ((most.taken ^ last) & 1), std::memory_order_relaxed);
   decide(own < most.done ? Decision::kTake : Decision::kGoOn);
 }
 

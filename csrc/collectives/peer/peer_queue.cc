@@ -119,6 +119,7 @@ kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline) const {
           .piece = 0,
           .bytes = 0,
           .isTwoShot = false,
+          .readers = kernels::Readers::kOwnPart,
           .inputCount = 0,
           .inputs = {},
           .scratch = nullptr,

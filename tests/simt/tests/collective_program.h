@@ -65,12 +65,20 @@ constexpr bool isTwoShot(Verb verb) {
   return verb == Verb::kTwoShot || verb == Verb::kTwoShotInPlace;
 }
 
+// The input has a part for each rank.
+constexpr bool hasParts(Verb verb) {
+  return verb == Verb::kReduceScatter || verb == Verb::kAllToAll || verb == Verb::kScatter;
+}
+// Only the root reads the inputs.
+constexpr bool hasReader(Verb verb) { return verb == Verb::kReduce || verb == Verb::kGather; }
+
 // A program of a virtual group: in each round another verb, on all ranks.
 class Program {
  public:
   Program(simt::World& world, VirtualGroup& group, const Case& with, std::optional<Verb> only = {});
 
-  // Compares the results of living ranks with those of the contributors that the hosts agreed on.
+  // Compares the results of living ranks with those of the contributors that the hosts agreed on. Of
+  // evicted ones, those without an error.
   void check();
   // Calls of living ranks that have lost their root.
   unsigned withoutRoot() const { return withoutRoot_; }
@@ -87,7 +95,7 @@ class Program {
 
   void call(uint32_t round, int rank);
   Exchange exchangeOf(Verb verb, uint32_t round, Tensors& mine) const;
-  void checkRound(uint32_t round, int rank);
+  void checkRound(uint32_t round, int rank, uint64_t from);
   int32_t expected(uint32_t round, int rank, size_t place, size_t i, uint64_t from) const;
   int rootOf(uint32_t round) const { return int(round) % case_.ranks; }
   // Where tensor `i` of a list begins.

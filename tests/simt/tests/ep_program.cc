@@ -82,6 +82,7 @@ ExpertCall EpProgram::callOf(int rank, uint32_t hash, size_t rowBytes) const {
   call.exchange.call = hash;
   call.exchange.root = -1;
   call.exchange.pieces = 1;
+  call.exchange.readers = Readers::kOwnPart;
   call.maxTokens = shape_.maxTokens;
   call.hidden = shape_.hidden;
   call.experts = unsigned(shape_.owners.size());

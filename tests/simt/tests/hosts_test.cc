@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "collective_sweep.h"
@@ -11,12 +12,14 @@ namespace mooncake::kernels {
 namespace {
 
 // The host of each rank.
-const std::vector<int> kSplits[] = {{0, 1},    {0, 0, 1},    {0, 1, 1},
-                                    {0, 1, 2}, {0, 0, 0, 1}, {0, 1, 0, 1}};
+const std::vector<int> kSplits[] = {{0, 1},       {0, 0, 1},    {0, 1, 1},      {0, 1, 2},
+                                    {0, 0, 0, 1}, {0, 1, 0, 1}, {0, 0, 1, 1, 1}};
 
 constexpr OnlyVerb kAllReduceVerb = [](uint64_t seed) {
   return std::optional(seed % 2 ? Verb::kAllReduce : Verb::kAllReduceInPlace);
 };
+
+constexpr int kRoot = 1;  // of the first round
 
 void sweepSplits(OnlyVerb only) {
   for (const std::vector<int>& hosts : kSplits)
@@ -35,6 +38,10 @@ void disturbSplits(OnlyVerb only, bool ofGraphs, uint64_t seeds) {
       const unsigned kills = drawn.draw(ranks > 2 ? 3 : 2);
       if (kills > 0) group.kill(first, 1 + drawn.draw(most));
       if (kills > 1) group.kill((first + 1) % ranks, 1 + drawn.draw(2 * most));
+      // Reads of a rank that is out race. Beside graphs its wait for a decision would never end: there
+      // the emulator's time does not pass while hosts stop kernels.
+      if (!kFindsRaces && !ofGraphs && drawn.draw(2))
+        group.evict(int(drawn.draw(unsigned(ranks))), drawn.draw(most));
       const uint64_t stop = drawn.draw(2) ? 50'000'000 : 2'000'000;
       if (kills == 0 || (!ofGraphs && drawn.draw(2)))
         world.stop((first + 2) % ranks, 1 + drawn.draw(most), stop);
@@ -51,38 +58,133 @@ TEST(Hosts, AllVerbsGoOn) { disturbSplits(kAnyVerb, false, kFew); }
 TEST(Hosts, TwoShotGoesOn) { disturbSplits(kTwoShotVerb, false, kFew); }
 TEST(Hosts, ReplaysGoOn) { disturbSplits(kAnyVerb, true, kFew); }
 
-// A remote rank gets only bytes that it reads, and each of them once.
+TEST(Hosts, RanksOfAHostReceiveInTurn) {
+  Remote remote;
+  for (const int rank : {0, 1, 2}) remote.hosts[rank] = 0b00111;
+  for (const int rank : {3, 4}) remote.hosts[rank] = 0b11000;
+  using Ranks = std::vector<int>;
+  const auto receivers = [&](uint64_t active, const Ranks& from, int to) {
+    Ranks found;
+    for (const int rank : from) found.push_back(receiverOf(remote, active, rank, to));
+    return found;
+  };
+  for (const int to : {3, 4}) EXPECT_EQ(receivers(0b11111, {0, 1, 2}, to), (Ranks{3, 4, 3}));
+  for (const int to : {0, 1, 2}) EXPECT_EQ(receivers(0b11111, {3, 4}, to), (Ranks{0, 1}));
+  EXPECT_EQ(receivers(0b11110, {1, 2}, 3), (Ranks{3, 4}));
+  EXPECT_EQ(receivers(0b11110, {3, 4}, 1), (Ranks{1, 2}));
+  EXPECT_EQ(receivers(0b01111, {0, 1, 2}, 3), (Ranks{3, 3, 3}));
+}
+
+// The least bytes of data that a rank must send to another host in a piece of `bytes`.
+size_t leastBytes(Verb verb, const std::vector<int>& hosts, int from, int host, size_t bytes) {
+  const int ranks = int(hosts.size());
+  const auto segmentBytes = [&](int rank) {
+    const Part segment = segmentOf((uint64_t(1) << ranks) - 1, rank, bytes);
+    return segment.end - segment.begin;
+  };
+  size_t least = isTwoShot(verb) ? segmentBytes(from) : 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (hosts[size_t(rank)] != host) continue;
+    const bool isReader = hasParts(verb) || (hasReader(verb) && rank == kRoot);
+    least += isTwoShot(verb) ? segmentBytes(rank) : isReader ? bytes : 0;
+  }
+  return isTwoShot(verb) || hasParts(verb) || hasReader(verb) ? least : bytes;
+}
+
+// A host gets only bytes that its ranks read, and each of them once. Mails hardly count.
 TEST(Hosts, PushNoMoreBytesThanTheyMust) {
-  constexpr int kRanks = 4;
-  constexpr size_t kCount = 2048, kBytes = 4 * kCount;
-  for (const Verb verb : kVerbs) {
-    for (const unsigned pieces : {1, 4}) {
-      World world({.seed = 3});
-      VirtualGroup group(world,
-                         {.ranks = kRanks, .halfBytes = kBytes * kRanks, .hostOf = {0, 0, 1, 1}});
-      Case with(1, kRanks);
-      with.blocks = 2;
-      with.count = kCount;
-      with.shift = with.gap = 0;
-      with.piece = kCount / pieces;
-      with.rounds = 1;
-      Program program(world, group, with, verb);
-      group.start();
-      const Report report = world.run();
-      ASSERT_TRUE(report.ok) << report.problem;
-      program.check();
-      const bool isToRoot = verb == Verb::kReduce || verb == Verb::kGather;
-      for (int rank = 0; rank < kRanks; ++rank) {
-        for (int peer = 0; peer < kRanks; ++peer) {
-          if (rank / 2 == peer / 2) continue;
-          const bool isRead = program.inputs(rank) && (!isToRoot || peer == 1);
-          // A segment of the input, and the own one.
-          const size_t bytes = isTwoShot(verb) ? 2 * kBytes / kRanks : kBytes;
-          EXPECT_EQ(group.pushed(rank, peer), isRead ? bytes : 0) << "verb " << int(verb);
+  constexpr size_t kCount = 3 * 2048, kBytes = 4 * kCount;
+  for (const std::vector<int>& hosts : kSplits) {
+    const int ranks = int(hosts.size());
+    for (const Verb verb : kVerbs) {
+      for (const unsigned pieces : {1, 3}) {
+        World world({.seed = 3});
+        VirtualGroup group(world,
+                           {.ranks = ranks, .halfBytes = kBytes * size_t(ranks), .hostOf = hosts});
+        Case with(1, ranks);
+        with.blocks = 2;
+        with.count = kCount;
+        with.shift = with.gap = 0;
+        with.piece = kCount / pieces;
+        with.rounds = 1;
+        Program program(world, group, with, verb);
+        group.start();
+        const Report report = world.run();
+        ASSERT_TRUE(report.ok) << report.problem;
+        program.check();
+        for (int rank = 0; rank < ranks; ++rank) {
+          for (const int host : std::set(hosts.begin(), hosts.end())) {
+            if (host == hosts[size_t(rank)]) continue;
+            size_t data = 0, all = 0;
+            for (int peer = 0; peer < ranks; ++peer) {
+              if (hosts[size_t(peer)] != host) continue;
+              data += group.pushed(rank, peer).data;
+              all += group.pushed(rank, peer).data + group.pushed(rank, peer).mails;
+            }
+            const size_t least = program.inputs(rank)
+                                     ? pieces * leastBytes(verb, hosts, rank, host, kBytes / pieces)
+                                     : 0;
+            EXPECT_EQ(data, least) << "verb " << int(verb) << ", " << ranks << " ranks";
+            if (least && pieces == 1) EXPECT_LE(double(all), 1.05 * double(least));
+          }
         }
       }
     }
   }
+}
+
+// The others count a rank as lost while it reads the last piece in the inbox of another one, to which
+// they go on to push, before that one has told it that it is out.
+TEST(Hosts, ARankThatIsOutReadsItsPiece) {
+  if (kFindsRaces) GTEST_SKIP() << "reads of a rank that is out race";
+  constexpr int kRanks = 3, kOut = 2;
+  constexpr unsigned kPieces = 3;
+  constexpr size_t kPiece = 256, kBytes = kPieces * kPiece;
+  unsigned ended = 0;
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    World world({.seed = seed});
+    VirtualGroup group(world, {.ranks = kRanks, .blocks = 1, .hostOf = {0, 1, 1}, .seed = seed});
+    group.delayDecisions(1, 5'000'000);
+    std::vector<unsigned char> inputs[kRanks], outputs[kRanks];
+    for (int rank = 0; rank < kRanks; ++rank) {
+      for (size_t i = 0; i < kBytes; ++i)
+        inputs[rank].push_back(static_cast<unsigned char>(1 + size_t(rank) * 5 + i / kPiece));
+      outputs[rank].resize(kBytes);
+      Exchange exchange{};
+      exchange.call = 1;
+      exchange.root = -1;
+      exchange.pieces = kPieces;
+      exchange.piece = kPiece;
+      exchange.bytes = kBytes;
+      exchange.inputCount = 1;
+      exchange.inputs[0] = inputs[rank].data();
+      unsigned char* const output = outputs[rank].data();
+      group.call(rank, "broadcast", exchange, [&, rank, output](const Exchange& made) {
+        exchangeAll(made, kBytes, [&](const GroupState&, const Turn& turn, unsigned) {
+          if (rank == kOut && turn.number == kPieces - 1) {
+            if (threadIdx.x == 0) {
+              group.evict(kOut);
+              // Until the first rank has pushed a piece again, or has a patient wait.
+              const uint64_t until = now() + 4'000'000;
+              while (now() < until) relax();
+            }
+            __syncthreads();
+          }
+          copyBytes(output + turn.number * kPiece, turn.data[0], kPiece);
+        });
+      });
+    }
+    group.start();
+    const Report report = world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      if (rank == kOut && group.state(kOut).done == 0) continue;
+      ended += rank == kOut;
+      ASSERT_EQ(group.state(rank).done, 1u);
+      EXPECT_EQ(outputs[rank], inputs[0]) << "rank " << rank << " seed " << seed;
+    }
+  }
+  EXPECT_GT(ended, 0u);
 }
 
 TEST(Hosts, KernelsEndThoughNoHostDecides) {

@@ -128,6 +128,30 @@ TEST(AllToAllHosts, GoesOnWithoutKilledRanks) {
   if (!kFindsRaces) EXPECT_GT(all.took, 0u);  // it runs few seeds
 }
 
+// An input for all ranks, and the table beside it, go to one rank of each other host.
+TEST(AllToAllHosts, AnInputForAllCrossesOnce) {
+  constexpr int kRanks = 3;
+  constexpr size_t kBytes = 4096;
+  SplitCase with(3, kRanks, false);
+  with.blocks = 2;
+  with.halfBytes = kBytes + kSplitBytes;
+  with.rounds.assign(1, {true, {}, {}});
+  with.rounds[0].sent.assign(kRanks, std::vector<size_t>(kRanks, kBytes));
+  with.rounds[0].expected = with.rounds[0].sent;
+  World world({.seed = 3});
+  VirtualGroup group(
+      world, {.ranks = kRanks, .blocks = 2, .halfBytes = with.halfBytes, .hostOf = {0, 1, 1}});
+  SplitProgram program(world, group, with);
+  group.start();
+  const Report report = world.run();
+  ASSERT_TRUE(report.ok) << report.problem;
+  program.check();
+  const size_t least = kBytes + sizeof(SplitTable);
+  EXPECT_EQ(group.pushed(0, 1).data + group.pushed(0, 2).data, least);
+  EXPECT_EQ(group.pushed(1, 0).data, least);
+  EXPECT_EQ(group.pushed(2, 0).data, least);
+}
+
 // Longer than the kernels' patience: one block waits on, and the others end.
 TEST(AllToAll, WaitsForALateRank) {
   sweep(3, 2 * kSeeds, {.hasMisfits = true}, [](World& world, VirtualGroup&, SplitCase& drawn) {
@@ -200,36 +224,36 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
         arguments.from[peer] = kBytes / 2;
         arguments.outputs[peer] = outputs[rank].data() + kBytes + size_t(peer) * kBytes / 2;
       }
-      group.call(rank, "call", arguments.exchange,
-                 [arguments, rank, &group, seed](const Exchange& made) {
-                   AllToAllArguments completed = arguments;
-                   completed.exchange = made;
-                   if (rank == 1) {  // it publishes other places than those of its data
-                     const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15,
-                                               kHalf - kTableBytes - 8, 1u << 20};
-                     runExchange(
-                         completed.exchange, 0,
-                         [&](const Turn& turn, const Blocks& blocks) {
-                           const GroupState& state = group.state(1);
-                           SplitTable& table = tableOf(state, 1, turn.serial);
-                           if (turn.number == 0 && blocks.first == 0) {
-                             writeTable(completed, turn);
-                             __syncthreads();
-                             if (threadIdx.x == 0) {
-                               table.to[0].place = seed % 2 ? wrong[seed / 2 % 4] : 0;
-                               table.to[0].step = seed % 2 ? 16 : wrong[seed / 2 % 4];
-                               if (seed % 3 == 0) table.to[0] = {3 * kBytes / 2, 0, 160};
-                               table.exchanges = 3;
-                             }
-                           }
-                           signalAll(completed.exchange, turn, blocks, [](Pushes&, unsigned) {});
-                         },
-                         [&](const GroupState&, Turn& turn, unsigned) { turn.exchanges = 3; },
-                         [](const Turn&) { return true; });
-                     return;
-                   }
-                   exchangeSegments(completed);
-                 });
+      group.call(
+          rank, "call", arguments.exchange, [arguments, rank, &group, seed](const Exchange& made) {
+            AllToAllArguments completed = arguments;
+            completed.exchange = made;
+            if (rank == 1) {  // it publishes other places than those of its data
+              const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15, kHalf - kTableBytes - 8,
+                                        1u << 20};
+              runExchange(
+                  completed.exchange, 0,
+                  [&](const Turn& turn, const Blocks& blocks) {
+                    auto& table =
+                        *reinterpret_cast<SplitTable*>(published(group.state(1), 1, turn.serial));
+                    if (turn.number == 0 && blocks.first == 0) {
+                      writeTable(completed, turn);
+                      __syncthreads();
+                      if (threadIdx.x == 0) {
+                        table.to[0].place = seed % 2 ? wrong[seed / 2 % 4] : 0;
+                        table.to[0].step = seed % 2 ? 16 : wrong[seed / 2 % 4];
+                        if (seed % 3 == 0) table.to[0] = {3 * kBytes / 2, 0, 160};
+                        table.exchanges = 3;
+                      }
+                    }
+                    signalAll(completed.exchange, turn, blocks, [](Pushes&, unsigned) {});
+                  },
+                  [&](const GroupState&, Turn& turn, unsigned) { turn.exchanges = 3; },
+                  [](const Turn&) { return true; });
+              return;
+            }
+            exchangeSegments(completed);
+          });
     }
     group.start();
     const Report report = world.run();

@@ -32,6 +32,7 @@ void sendTwice(bool ofGraphs, std::vector<int> hosts = {}) {
     exchange.call = 1;
     exchange.root = -1;
     exchange.pieces = 1;
+    exchange.readers = Readers::kOwnPart;
     for (int rank = 0; rank < 3; ++rank) {
       group.callInTwo(rank, "first", exchange, 0, kSend, kReceive);
       group.call(rank, "second sends", exchange, kSend);

@@ -49,10 +49,10 @@ void VirtualGroup::makeRemote() {
   const size_t outgoingAt = (2 * shape_.halfBytes + 63) / 64 * 64;
   const size_t halfBytes = shape_.inboxHalfBytes ? shape_.inboxHalfBytes : shape_.halfBytes;
   const size_t inboxBytes = (sizeof(Mails) + 2 * halfBytes + 127) / 128 * 128;
+  for (const auto& memory : memory_) memory->inbox.assign(ranks * inboxBytes, 0xee);
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     Memory& own = *memory_[size_t(rank)];
     own.proxy = std::make_unique<VirtualProxy>(world_, rank, shape_.ranks, shape_.seed);
-    own.inbox.assign(ranks * inboxBytes, 0xee);
     world_.own(rank, own.inbox.data(), own.inbox.size());
     std::vector<size_t> mails;
     Remote& remote = own.state.remote;
@@ -64,7 +64,12 @@ void VirtualGroup::makeRemote() {
     for (size_t peer = 0; peer < ranks; ++peer) {
       mails.push_back(peer * inboxBytes);
       std::fill_n(own.inbox.data() + mails.back(), sizeof(Mails), 0);
-      if (!areRemote(rank, int(peer))) continue;
+      for (size_t mate = 0; mate < ranks; ++mate)
+        if (!areRemote(int(peer), int(mate))) remote.hosts[peer] |= uint64_t(1) << mate;
+      if (!areRemote(rank, int(peer))) {
+        remote.regions[peer] = memory_[peer]->inbox.data();
+        continue;
+      }
       remote.ranks |= uint64_t(1) << peer;
       remote.inboxes[peer] = own.inbox.data() + mails.back();
       remote.inboxAt[peer] = size_t(rank) * inboxBytes;
@@ -77,7 +82,7 @@ void VirtualGroup::checkPushes() const {
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     const Remote& remote = state(rank).remote;
     for (int peer = 0; peer < shape_.ranks; ++peer) {
-      if (isKilled(rank) || !has(remote.ranks, peer)) continue;
+      if (isLost(rank) || isKilled(rank) || !has(remote.ranks, peer)) continue;
       uint64_t last = ~uint64_t(0);  // serial number of the exchange
       for (const Agreement& made : agreements_)
         if (!has(made.active, peer)) last = std::min(last, made.serial);
@@ -171,7 +176,20 @@ void VirtualGroup::launchStops(int rank) {
   }
 }
 
-bool VirtualGroup::isLost(int rank) const { return world_.isKilled(rank); }
+void VirtualGroup::evict(int rank, unsigned afterLooks) {
+  evictedLater_ = rank;
+  looksLeft_ = afterLooks;
+}
+
+// All hosts share one thread.
+void VirtualGroup::look() {
+  const simt::sanitizers::Ignored ignored;
+  if (evictedLater_ < 0 || looksLeft_-- > 0) return;
+  evict(evictedLater_);
+  evictedLater_ = -1;
+}
+
+bool VirtualGroup::isLost(int rank) const { return world_.isKilled(rank) || isEvicted(rank); }
 
 // Hosts tell each other their decisions, so the work of the host that decided comes before.
 const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
@@ -188,6 +206,7 @@ const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
 // that finds this decides for all. A rank that is killed later is lost in the next generation.
 const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   Agreement agreement{};
+  uint64_t hadAll = 0;
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     const Memory& theirs = *memory_[size_t(rank)];
@@ -204,9 +223,10 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
     agreement.lastOld = std::max(agreement.lastOld, host.done);
     agreement.ended = std::max(agreement.ended, host.ended);
     agreement.serial = std::max(agreement.serial, host.taken);
+    hadAll = std::max(hadAll, host.hadAll);
   }
   // As PeerGuard does.
-  agreement.serial += (agreement.serial ^ agreement.ended) & 1;
+  agreement.serial += (agreement.serial ^ (hadAll ? hadAll : agreement.ended)) & 1;
   {
     const simt::sanitizers::Ignored ignored;
     if (agreements_.size() < generation) agreements_.push_back(agreement);
@@ -231,6 +251,8 @@ void VirtualGroup::decideUntilOver(int rank) {
     return false;
   };
   while (!loadAcquireSystem(&own.isOver)) {
+    look();
+    if (isEvicted(rank)) return;
     if (!hasLost()) {
       relax();
       continue;
@@ -238,11 +260,14 @@ void VirtualGroup::decideUntilOver(int rank) {
     storeRelaxedSystem(&host.stop, ++generation);
     while (loadAcquireSystem(&host.stopped) != generation) {
       if (!shape_.ofGraphs && loadAcquireSystem(&own.isOver)) return;
+      if (isEvicted(rank)) return;
       relax();
     }
     missing_[size_t(rank)] |= host.missing;
     const Agreement* agreement = nullptr;
-    while (!(agreement = agree(generation))) relax();
+    while (!isEvicted(rank) && !(agreement = agree(generation))) relax();
+    if (isEvicted(rank)) return;
+    for (const uint64_t since = now(); now() < since + own.decisionDelayNs;) relax();
     const bool isBehind = loadRelaxedSystem(&host.done) < agreement->lastOld;
     host.active = active = agreement->active;
     host.serial = agreement->serial;

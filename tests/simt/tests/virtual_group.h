@@ -55,6 +55,12 @@ class VirtualGroup {
   void run(int rank, const std::string& name, std::function<void()> body);
   // The rank dies after so many atomic accesses of its kernels and host. Its host never learns it.
   void kill(int rank, uint64_t afterAtomics);
+  // Other ranks' hosts count the rank as lost, though it runs: at once, or after so many looks of
+  // hosts. Its own host decides nothing any more.
+  void evict(int rank) { evicted_ |= uint64_t(1) << rank; }
+  void evict(int rank, unsigned afterLooks);
+  // Decisions reach the rank's kernels so much later.
+  void delayDecisions(int rank, uint64_t ns) { memory_[size_t(rank)]->decisionDelayNs = ns; }
   // After the last call: the hosts' threads, which end with the kernels.
   void start();
 
@@ -69,9 +75,12 @@ class VirtualGroup {
   uint64_t ended() const { return shape_.ended; }
   VirtualProxy& proxy(int rank) { return *memory_[size_t(rank)]->proxy; }
   // Bytes that a rank has pushed to a remote rank.
-  uint64_t pushed(int rank, int peer) const { return memory_[size_t(rank)]->proxy->bytesTo(peer); }
+  VirtualProxy::Bytes pushed(int rank, int peer) const {
+    return memory_[size_t(rank)]->proxy->bytesTo(peer);
+  }
   bool isOfGraphs() const { return shape_.ofGraphs; }
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
+  bool isEvicted(int rank) const { return evicted_ >> rank & 1; }
   const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }
   HostWords& host(int rank) { return memory_[size_t(rank)]->host; }
   uint32_t called(int rank) const { return memory_[size_t(rank)]->called; }
@@ -87,6 +96,7 @@ class VirtualGroup {
     uint32_t called = 0;
     uint32_t isOver = 0;  // all of the rank's kernels have ended
     uint32_t isHostOver = 0;
+    uint64_t decisionDelayNs = 0;
   };
   struct Agreement {
     uint64_t lastOld;  // number of the last operation with the ranks before
@@ -107,13 +117,16 @@ class VirtualGroup {
   void decideUntilOver(int rank);
   void launchStops(int rank);
   bool isLost(int rank) const;
+  void look();
   const Agreement* agree(uint32_t generation);
   const Agreement* agreed(uint32_t generation) const;
 
   simt::World& world_;
   const GroupShape shape_;
   std::vector<std::unique_ptr<Memory>> memory_;
-  uint64_t killed_ = 0;
+  uint64_t killed_ = 0, evicted_ = 0;  // bits of ranks
+  int evictedLater_ = -1;
+  unsigned looksLeft_ = 0;            // until then
   uint64_t missing_[kMaxRanks] = {};  // bits of ranks that kernels have told each host
   unsigned decided_[3] = {};
   std::deque<Agreement> agreements_;  // by generation, from 1 on

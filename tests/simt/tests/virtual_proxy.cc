@@ -136,7 +136,7 @@ bool VirtualProxy::take(int peer, VirtualProxy& other) {
     return true;
   }
   const simt::sanitizers::Ignored ignored;
-  if (!other.isMail(command.targetOffset)) ring.bytes += command.bytes;
+  (other.isMail(command.targetOffset) ? ring.bytes.mails : ring.bytes.data) += command.bytes;
   cut(ring.underWay.emplace_back(command));
   return true;
 }

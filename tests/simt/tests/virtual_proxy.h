@@ -30,8 +30,11 @@ class VirtualProxy {
     rings_[size_t(peer)].delayAfter = after;
     rings_[size_t(peer)].delayUntilNs = untilNs;
   }
-  // Bytes of all commands to a rank, without mails.
-  uint64_t bytesTo(int peer) const { return rings_[size_t(peer)].bytes; }
+  // Bytes of all commands to a rank.
+  struct Bytes {
+    uint64_t data = 0, mails = 0;
+  };
+  Bytes bytesTo(int peer) const { return rings_[size_t(peer)].bytes; }
   // Where commands of this rank read and write. Mails begin at these offsets of the second region.
   void setRegions(std::span<unsigned char> own, std::span<unsigned char> inbox,
                   std::vector<size_t> mails);
@@ -53,7 +56,7 @@ class VirtualProxy {
     std::deque<UnderWay> underWay;
     std::vector<uint64_t> signalled;  // by word
     bool hasEnded = false;
-    uint64_t bytes = 0;
+    Bytes bytes;
     uint32_t taken = 0, delayAfter = 0;
     uint64_t delayUntilNs = 0;
   };
