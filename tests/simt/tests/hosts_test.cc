@@ -38,13 +38,13 @@ void disturbSplits(OnlyVerb only, bool ofGraphs, uint64_t seeds) {
       const unsigned kills = drawn.draw(ranks > 2 ? 3 : 2);
       if (kills > 0) group.kill(first, 1 + drawn.draw(most));
       if (kills > 1) group.kill((first + 1) % ranks, 1 + drawn.draw(2 * most));
-      // Reads of a rank that is out race. Beside graphs its wait for a decision would never end: there
-      // the emulator's time does not pass while hosts stop kernels.
-      if (!kFindsRaces && !ofGraphs && drawn.draw(2))
-        group.evict(int(drawn.draw(unsigned(ranks))), drawn.draw(most));
       const uint64_t stop = drawn.draw(2) ? 50'000'000 : 2'000'000;
       if (kills == 0 || (!ofGraphs && drawn.draw(2)))
         world.stop((first + 2) % ranks, 1 + drawn.draw(most), stop);
+      // Reads of a rank that is out race. Beside graphs its wait for a decision would never end: there
+      // the emulator's time does not pass while hosts stop kernels.
+      if (!kFindsRaces && !ofGraphs && kills == 0)
+        group.evict(int(drawn.draw(unsigned(ranks))), drawn.draw(most));
     };
     sweep(ranks, seeds, disturb, &swept, ofGraphs, only, hosts);
     if (::testing::Test::HasFailure()) return;
