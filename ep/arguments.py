@@ -102,6 +102,13 @@ def check_home(home: torch.device, **given: Tensor | None) -> None:
             raise ValueError(f"{name} is on {one.device}, x on {home}: give tensors of one device")
 
 
+def check_homes(home: torch.device, fields: Sequence[Tensor], active_ranks: Tensor | None) -> None:
+    """The same for the parts of the rows of a dispatch, and its mask."""
+    for number, field in enumerate(fields):
+        check_home(home, **{f"part {number} of the rows": field})
+    check_home(home, active_ranks=active_ranks)
+
+
 def plain(tensors: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
     """Tensors with their values in memory: torch marks some as conjugated or negated instead.
     home: None: they stay on their device"""

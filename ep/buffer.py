@@ -438,14 +438,13 @@ class Buffer:
         source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
         others. With a handle the second to fifth are None, and rows have the places of the handle's
         dispatch: those of ranks that have gone since are zeros. The call returns when it has ended.
-        By kernels, and with a handle on a device, it returns when it is enqueued, and the current
-        stream waits for the results. `async_finish` only adds an event.
+        By kernels, and on a device with a handle or num_worst_tokens, it returns when it is
+        enqueued, and the current stream waits for the results. `async_finish` only adds an event.
         """
         exchange = self._normal_mode()
         steps = 1 if handle is not None else 2
         is_fixed = handle is not None or num_worst_tokens != 0
-        is_alone = exchange.takes(x, topk_idx, is_token_in_rank) and is_fixed
-        is_alone |= handle is not None and exchange.is_alone(x)
+        is_alone = exchange.is_alone(x, topk_idx, is_token_in_rank) and is_fixed
         with exchange.call("dispatch", steps, is_alone):
             if previous_event is not None:
                 previous_event.current_stream_wait()
@@ -519,10 +518,10 @@ class Buffer:
     def call_of_normal_mode(
         self, name: str, steps: int, x: Any, is_fixed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """For calls that are made of others: see Exchange.call(). is_fixed: by kernels, it needs no
-        counts."""
+        """For calls that are made of others: see Exchange.call(). is_fixed: on a device, it
+        needs no counts."""
         exchange = self._normal_mode()
-        return exchange.call(name, steps, exchange.takes(x) and is_fixed)
+        return exchange.call(name, steps, exchange.is_alone(x) and is_fixed)
 
     def _normal_mode(self) -> Exchange:
         """In low latency mode it is made by the first call: programs give num_nvl_bytes there that

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .arguments import check_home, plain
+from .arguments import check_homes, plain
 from .events import EventOverlap, profiled
 from .normal_handle import Arrived, Route
 
@@ -37,10 +37,7 @@ class Sizes:
 
 def check(sent: Sent, participation: Participation) -> None:
     """Refuses tensors of several devices, and tokens that kernels do not take."""
-    home = sent.fields[0].device
-    for number, field in enumerate(sent.fields):
-        check_home(home, **{f"part {number} of the rows": field})
-    check_home(home, active_ranks=participation.active_ranks)
+    check_homes(sent.fields[0].device, sent.fields, participation.active_ranks)
     width = sent.token_ranks.size(1)
     if width > _MOST_OWNERS:
         raise ValueError(f"tokens have up to {width} ranks, kernels take {_MOST_OWNERS}")

@@ -160,8 +160,7 @@ class ElasticBuffer:
         Buffer.dispatch() does; `async_with_compute_stream` only adds an event.
         """
         is_fixed = handle is not None or do_cpu_sync is False
-        is_alone = self._exchange.takes(x, topk_idx) and is_fixed
-        is_alone |= handle is not None and self._exchange.is_alone(x)
+        is_alone = self._exchange.is_alone(x, topk_idx) and is_fixed
         with self._exchange.call("dispatch", 1 if handle is not None else 2, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:

@@ -83,15 +83,22 @@ def dispatch(
     home, num_parts = fields[0].device, len(fields)
     form.check(len(fields[0]))
     check_topk(topk_idx, topk_weights, len(fields[0]))
-    by_kernels = exchange.by_kernels(home)
-    # Else nothing of the device is read on the host.
-    is_counted = not by_kernels or form.do_cpu_sync
     num_experts, most = form.num_experts, form.num_max_tokens_per_rank
+    sent_fields = [*fields, topk_idx] if topk_weights is None else [*fields, topk_idx, topk_weights]
+    # Then nothing of the device is read on the host.
+    is_at_worst = not form.do_cpu_sync and exchange.goes_at_worst(
+        sent_fields,
+        participation,
+        weights=topk_idx.size(1),
+        most_rows=size * most,
+        most_tokens=most,
+    )
+    is_counted, stays = not is_at_worst, is_at_worst or exchange.by_kernels(home)
     owners = torch.tensor(
         reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
     )
     num_local = int((owners == rank).sum())
-    place = home if by_kernels else CPU
+    place = home if stays else CPU
     chosen = topk_idx.to(place).long()
     if is_counted:
         check_experts(chosen, num_experts)
@@ -102,12 +109,11 @@ def dispatch(
     scales = fields[1] if len(fields) > 1 else None
     agreed = form_of([fields[0], scales, topk_idx, topk_weights])
     agreed = {"num_max_tokens_per_rank": [most], **agreed}
-    fields += [topk_idx] if topk_weights is None else [topk_idx, topk_weights]
     align, weights = form.expert_alignment, topk_idx.size(1)
     if is_counted:
         per_expert = torch.bincount(chosen[chosen >= 0], minlength=num_experts).to(CPU)
         arrived, counts = exchange.dispatch(
-            Sent(fields, is_in_rank, token_ranks, per_expert),
+            Sent(sent_fields, is_in_rank, token_ranks, per_expert),
             participation,
             agreed=agreed,
             weights=weights,
@@ -119,7 +125,7 @@ def dispatch(
     else:
         no_counts = torch.empty(0, dtype=torch.int64, device=CPU)
         arrived = exchange.dispatch_at_worst(
-            Sent(fields, is_in_rank, token_ranks, no_counts),
+            Sent(sent_fields, is_in_rank, token_ranks, no_counts),
             participation,
             agreed=agreed,
             weights=weights,
@@ -128,13 +134,13 @@ def dispatch(
         )
         room, num_expanded = [], _most_expanded(size * most, weights, num_local, align)
     places = torch.tensor(room, dtype=torch.int64, device=CPU)
-    if by_kernels and is_counted:
+    if stays and is_counted:
         places = on_device(places, home)
     if arrived.table is not None:
         for_ranks = arrived.table[:, :size]
     numbers = exchange.table("experts", num_experts, lambda: local_numbers(owners, rank), place)
     local = local_experts_of(arrived.fields[num_parts], numbers)
-    if by_kernels:  # behind the received rows are zeros
+    if stays:  # behind the received rows are zeros
         rows = torch.arange(len(local), device=home)
         local = local.masked_fill((rows >= arrived.route.ends[-1]).unsqueeze(1), -1)
     expansion = None
@@ -318,17 +324,19 @@ def _combine_by_choice(
     top-k."""
     route, expansion, home = handle.way.route, handle.way.expansion, x.device
     assert expansion is not None
-    size, topk, place = len(route.ends), expansion.slots.size(1), route.ends.device
-    rows, places = (expansion.slots >= 0).nonzero(as_tuple=True)
-    sources = torch.searchsorted(route.ends.long(), rows, right=True)
-    choices = handle.way.tokens[rows] * topk + places
+    size, topk = len(route.ends), expansion.slots.size(1)
+    place = CPU if route.kernels is None else home
+    slots = expansion.slots.to(place)
+    rows, places = (slots >= 0).nonzero(as_tuple=True)
+    sources = torch.searchsorted(route.ends.to(place).long(), rows, right=True)
+    choices = handle.way.tokens.to(place)[rows] * topk + places
     participation.check(size)
     there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
     mask = participation.among(there).to(place)
     is_in_rank = torch.nn.functional.one_hot(sources, size).bool()
     back, _ = exchange.dispatch(
         Sent(
-            [x.to(place)[expansion.slots[rows, places]], choices.int().unsqueeze(1)],
+            [x.to(place)[slots[rows, places]], choices.int().unsqueeze(1)],
             is_in_rank,
             sources.int().unsqueeze(1),
             torch.zeros(0, dtype=torch.int64, device=CPU),

@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import device_exchange
-from .arguments import Agreed, check_home, check_sizes, check_sums, check_tensor, difference, plain
+from . import device_exchange, worst_exchange
+from .arguments import (
+    Agreed,
+    check_home,
+    check_homes,
+    check_sizes,
+    check_sums,
+    check_tensor,
+    difference,
+    plain,
+)
 from .events import EventOverlap, Operation, Work, profiled
 from .layout import CPU
 from .normal_handle import Arrived, Joined, Piece, Route, counts_of
@@ -108,27 +117,24 @@ class Works:
 class Exchange:
     """Both operations, over a native buffer. Kernels do them where they take the tensors' device,
     see device_exchange. Other tensors of a device go through host memory. A dispatch then blocks
-    the host until its end, but not one with a handle, and neither does a combine."""
+    the host until its end, but not one with a handle or with a number of rows that is known ahead,
+    and neither does a combine."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self._last_combine: Operation | None = None
         self._steps_due = 0  # see call()
+        self._is_alone = False  # likewise
         self._tables: dict[tuple[str, int, torch.device], Tensor] = {}  # see table()
 
     def by_kernels(self, device: torch.device) -> bool:
         """Whether kernels do the calls with tensors of this device. Collective, the first time."""
         return device.type != "cpu" and self.runtime.native.takes_tokens(device)
 
-    def takes(self, *given: object) -> bool:
-        """Whether kernels do a call with these arguments, by the first tensor among them. To be
-        asked before the arguments are checked: a rank that finds one wrong must not miss the
-        set-up."""
-        home = _device_of(given)
-        return home is not None and self.by_kernels(home)
-
     def is_alone(self, *given: object) -> bool:
-        """takes(), for a call that needs no counts: whether the host waits for nothing in it."""
+        """Whether the host waits for nothing in a call that needs no counts, by the first tensor
+        among its arguments. To be asked before the arguments are checked: a rank that finds one
+        wrong must not miss the set-up of kernels."""
         home = _device_of(given)
         return home is not None and (self.by_kernels(home) or self.uses_words(home))
 
@@ -154,18 +160,18 @@ class Exchange:
         is_alone: the host waits for no other rank. Then an error of arguments is that of this rank
             alone, and nothing was sent
         """
-        self._steps_due = steps
+        self._steps_due, self._is_alone = steps, is_alone
         try:
             yield
         except (TypeError, ValueError) as error:
             if self._steps_due == 0:  # an error of all ranks
                 raise
             text = f"{name}: {error}"
-            if not is_alone:
+            if not self._is_alone:
                 self._announce(text)
             raise type(error)(f"rank {self.runtime.rank}, {text}") from error
         except Exception as error:
-            if self._steps_due > 0 and not is_alone:
+            if self._steps_due > 0 and not self._is_alone:
                 self._announce(f"{name}: {type(error).__name__}: {error}")
             raise
         finally:
@@ -211,6 +217,7 @@ class Exchange:
         on_device = self.by_kernels(sent.fields[0].device)
         if on_device:  # an error that comes later would be that of one rank
             device_exchange.check(sent, participation)
+        self._is_alone = False  # from here on the others wait
         tokens = len(sent.token_ranks)
         everybody = torch.ones(size, dtype=torch.bool, device=CPU)
         num_experts = len(sent.num_tokens_per_expert)
@@ -275,11 +282,15 @@ class Exchange:
         most_rows: int,
         most_tokens: int | None = None,
     ) -> Arrived:
-        """By kernels, without a wait for the ranks' counts: the results have `most_rows` rows. If
-        the ranks differ in `agreed` or in the last two numbers, the buffer ends with an error."""
+        """Without a wait for the ranks' counts: the results have `most_rows` rows, with zeros
+        behind the received ones. If the ranks differ in `agreed` or in the last two numbers, the
+        buffer ends with an error."""
         participation.check(self.runtime.size)
-        sizes = device_exchange.Sizes(most_rows, most_tokens, most_rows, weights or _MOST_WEIGHTS)
+        weights = weights or _MOST_WEIGHTS
+        sizes = device_exchange.Sizes(most_rows, most_tokens, most_rows, weights)
         with profiled("dispatch"):
+            if not self.by_kernels(sent.fields[0].device):
+                return worst_exchange.dispatch(self, sent, sizes, participation, agreed)
             return device_exchange.dispatch(
                 self,
                 plain(sent.fields, None),
@@ -289,6 +300,25 @@ class Exchange:
                 participation,
                 zlib.crc32(repr(agreed).encode()),
             )
+
+    def goes_at_worst(
+        self,
+        fields: Sequence[Tensor],
+        participation: Participation,
+        *,
+        weights: int | None,
+        most_rows: int,
+        most_tokens: int | None = None,
+    ) -> bool:
+        """Whether dispatch_at_worst() takes a call: the same on all ranks. Through host memory it
+        takes calls that fit into the buffer at once and skip no rank."""
+        home = fields[0].device
+        if self.by_kernels(home):
+            return True
+        if participation.timeout_us > 0 or not self.uses_words(home):
+            return False
+        most_tokens, weights = most_tokens or most_rows, weights or _MOST_WEIGHTS
+        return self.fit_at_once(fields, most_tokens, most_rows, weights)
 
     def participation(self, active_ranks: Tensor | None, timeout_us: int | None) -> Participation:
         """A timeout beyond the buffer's own skips nobody."""
@@ -308,6 +338,8 @@ class Exchange:
             )
         if route.kernels is not None:
             return device_exchange.dispatch_again(self, fields, route, participation)
+        if route.is_at_worst:
+            return worst_exchange.dispatch_again(self, fields, route, participation)
         # The native call compares only the bytes of a row.
         same = repr([(one.dtype, one.size(1)) for one in fields] + [route.number]).encode()
         with profiled("dispatch"):
@@ -326,10 +358,7 @@ class Exchange:
     ) -> list[Tensor] | None:
         """dispatch_again() of tensors of a device, without a wait on the host. None: they do not
         fit into the buffer at once."""
-        home = fields[0].device
-        check_home(home, active_ranks=participation.active_ranks)
-        for number, field in enumerate(fields):
-            check_home(home, **{f"part {number} of the rows": field})
+        check_homes(fields[0].device, fields, participation.active_ranks)
         fields = plain(fields, None)
         tokens, hidden = len(fields[0]), fields[0].size(1)
         count, step = self._pieces(
@@ -347,6 +376,15 @@ class Exchange:
             )  # fmt: skip
         return into
 
+    def fit_at_once(
+        self, fields: Sequence[Tensor], most_tokens: int, most_rows: int, weights: int
+    ) -> bool:
+        """Whether the buffer has room for a dispatch in one piece, and for its combine."""
+        sizes = [one.size(1) * one.dtype.itemsize for one in fields]
+        return most_tokens <= self.runtime.native.most_tokens(
+            sizes, fields[0].size(1), weights, max(most_rows, 1) / max(most_tokens, 1)
+        )
+
     def _pieces(
         self,
         fields: Sequence[Tensor],
@@ -361,9 +399,6 @@ class Exchange:
         sizes = [one.size(1) * one.dtype.itemsize for one in fields]
         # Wherever the tokens go: a piece may have more rows than its share.
         room = native.most_tokens(sizes, hidden, weights, self.runtime.size)
-        fits_at_once = most_tokens <= native.most_tokens(
-            sizes, hidden, weights, max(most_rows, 1) / max(most_tokens, 1)
-        )
         if room <= 0:
             raise ValueError(
                 f"the buffer has {native.num_bytes} bytes, too few for one token of each of "
@@ -371,7 +406,8 @@ class Exchange:
             )
         count, step = 1, room
         if participation.timeout_us <= 0:
-            count = 1 if fits_at_once else max(1, -(-most_tokens // room))
+            fit = self.fit_at_once(fields, most_tokens, most_rows, weights)
+            count = 1 if fit else max(1, -(-most_tokens // room))
             step = max(1, -(-most_tokens // count))
         if tokens > count * step:
             raise ValueError(

@@ -61,21 +61,27 @@ def dispatch(
     fields = fields_of(x)
     home, tokens = fields[0].device, len(fields[0])
     shown.check()
-    on_device = exchange.by_kernels(home)
-    # Else nothing of the device is read on the host.
-    is_counted = not on_device or shown.num_worst_tokens == 0
-    per_expert_here = _checked_counts(num_tokens_per_expert, is_counted)
-    num_experts = len(per_expert_here)
     scales = fields[1] if len(fields) > 1 else None
     if topk_idx is not None and topk_weights is not None:
         check_topk(topk_idx, topk_weights, tokens)
-        if is_counted:
-            check_experts(topk_idx.clamp(min=-1), num_experts)
         fields += [topk_idx, topk_weights]
     elif topk_idx is not None or topk_weights is not None:
         raise ValueError("topk_idx and topk_weights belong together: give both or none")
     elif shown.num_worst_tokens > 0:
         raise ValueError("num_worst_tokens needs topk_idx and topk_weights")
+    weights, most_rows = (
+        None if topk_weights is None else topk_weights.size(1),
+        shown.num_worst_tokens,
+    )
+    # Then nothing of the device is read on the host.
+    is_at_worst = most_rows > 0 and exchange.goes_at_worst(
+        fields, participation, weights=weights, most_rows=most_rows
+    )
+    on_device = is_at_worst or exchange.by_kernels(home)
+    per_expert_here = _checked_counts(num_tokens_per_expert, not is_at_worst)
+    num_experts = len(per_expert_here)
+    if topk_idx is not None and not is_at_worst:
+        check_experts(topk_idx.clamp(min=-1), num_experts)
     agreed = form_of([fields[0], scales, topk_idx, topk_weights])
     check_sizes("is_token_in_rank", is_token_in_rank, torch.bool, (tokens, size))
     is_in_rank = is_token_in_rank.to(home if on_device else CPU).contiguous()
@@ -90,13 +96,12 @@ def dispatch(
         )
 
     sent = Sent(fields, is_in_rank, token_ranks, per_expert_here)
-    weights = None if topk_weights is None else topk_weights.size(1)
     owners = torch.tensor(
         reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
     )
     per_expert: list[int] = []
     counts: Counts | None = None
-    if is_counted:
+    if not is_at_worst:
         arrived, counts = exchange.dispatch(
             sent, participation, agreed=agreed, weights=weights, refuse=refuse
         )
@@ -105,7 +110,7 @@ def dispatch(
         per_expert = [-(-count // align) * align for count in experts]
     else:
         arrived = exchange.dispatch_at_worst(
-            sent, participation, agreed=agreed, weights=weights, most_rows=shown.num_worst_tokens
+            sent, participation, agreed=agreed, weights=weights, most_rows=most_rows
         )
     found, ends = list(arrived.fields), arrived.route.ends
     if shown.num_worst_tokens > 0:

@@ -119,6 +119,7 @@ class Route:
     # By kernels. Then `ends` is on the device, and there may be fewer rows than `num_rows`: those
     # behind them are zeros.
     kernels: EpTokenHandle | None = None
+    is_at_worst: bool = False  # likewise, through host memory; there is one piece
 
     @property
     def number(self) -> int:
@@ -145,9 +146,10 @@ class Arrived:
     fields: Sequence[Tensor]
     sources: Tensor  # int32: index of the token at its rank
     route: Route
-    # By kernels, int64 [R, R + 1]: of each rank its rows for each rank, and its tokens.
+    # By kernels, or with Route.is_at_worst, int64 [R, R + 1]: of each rank its rows for each rank,
+    # and its tokens.
     table: Tensor | None = None
-    there: Tensor | None = None  # by kernels, bool [R]: the ranks that took part
+    there: Tensor | None = None  # likewise, bool [R]: the ranks that took part
 
     def as_of(self, route: Route) -> list[Tensor]:
         """The fields in the places of an earlier dispatch's rows. The rows of ranks that have gone
@@ -167,6 +169,13 @@ class Arrived:
 def _bytes(rows: Tensor) -> Tensor:
     """Not every dtype of FP8 can be indexed."""
     return rows.view(torch.uint8)
+
+
+def clear_behind(fields: Sequence[Tensor], ends: Tensor) -> None:
+    """Makes rows behind the received ones zeros. Waits for no device."""
+    are_behind = torch.arange(len(fields[0]), device=ends.device) >= ends[-1]
+    for rows in fields:
+        _bytes(rows).masked_fill_(are_behind.unsqueeze(1), 0)
 
 
 def padded(rows: Tensor, count: int) -> Tensor:

@@ -357,6 +357,35 @@ class EpBuffer:
         from begins[r] up to ends[r]; they are zeros if it takes no part. The current stream waits
         for the results."""
 
+    def send_tokens_at_worst(
+        self,
+        fields: list[torch.Tensor],
+        token_ranks: torch.Tensor,
+        hidden: int,
+        extras: int,
+        into: list[torch.Tensor],
+        sources: torch.Tensor,
+        ends: torch.Tensor,
+        table: torch.Tensor,
+        participants: torch.Tensor,
+        active_ranks: torch.Tensor | None = None,
+        agreed: int = 0,
+    ) -> tuple[EpHandle, EpWork]:
+        """count_tokens() and dispatch_tokens() of tensors of a device with words, into `into`,
+        which has as many rows on all ranks. Those behind the received ones are not written. The
+        current stream waits for the results, see EpNormal::WorstArguments."""
+
+    def send_tokens_as_worst(
+        self,
+        handle: EpHandle,
+        fields: list[torch.Tensor],
+        into: list[torch.Tensor],
+        active_ranks: torch.Tensor | None = None,
+        timeout_us: int = -1,
+        agreed: int = 0,
+    ) -> EpWork:
+        """The same way again, as with send_tokens_again()."""
+
     def uses_words(self, device: torch.device) -> bool:
         """Whether streams of the device wait for calls through host memory, and the host does not.
         A call that fails then ends the buffer."""

@@ -1,5 +1,6 @@
 """The normal mode and ElasticBuffer with device tensors through host memory: no host waits for a
-combine or for a dispatch with a handle. Results are in the suites that run on layout `device`."""
+combine, or for a dispatch with a handle or with a size that is known ahead. Results are in the
+suites that run on layout `device`."""
 
 from __future__ import annotations
 
@@ -23,9 +24,13 @@ from normal_crew import (
     check_dispatch,
     drawn,
     layout,
+    owners_of,
 )
 
-from mooncake.ep import Buffer, ElasticBuffer
+from mooncake.ep import Buffer, ElasticBuffer, reference
+from mooncake.ep.layout import ranks_by_column
+from mooncake.mooncake_elastic_buffer import ElasticBuffer as MooncakeElasticBuffer
+from mooncake_backend import extension
 
 EXPERTS = 9
 COUNTS = [40, 70, 0, 61]
@@ -102,6 +107,174 @@ def nothing_waits(me, async_finish):
 @pytest.mark.parametrize("async_finish", [False, True])
 def test_the_host_waits_for_nothing(async_finish):
     run(nothing_waits, async_finish)
+
+
+WORST = 300  # rows, more than any rank receives
+
+
+def nothing_waits_at_worst(me, kernels):
+    """The tokens come to the device when the calls have returned. A kernel copies the used rows;
+    without kernels all are copied. Computations of this device wait on the host, so these are the
+    native calls."""
+    from fake_device import control
+
+    if not kernels:
+        control.inject("prepareKernels", code="unsupported")
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    buffer._normal_mode()
+    native = buffer._normal_runtime.native
+    for seed in range(3):
+        given = drawn(seed, COUNTS, EXPERTS)
+        mine = given[me.rank]
+        exact = buffer.dispatch(mine.x, **a_call(buffer, mine))
+        rows = len(exact[0])
+        sums, *_ = buffer.combine(exact[0], exact[4])
+        ways = reference.normal_rows(
+            [one.topk_idx for one in given], owners_of(EXPERTS, SIZE), me.rank, range(SIZE)
+        )
+        x = late(mine.x)
+        ranks = late(ranks_by_column(layout(buffer, mine.topk_idx, EXPERTS)["is_token_in_rank"]))
+        into, again = (torch.full((WORST, mine.x.size(1)), -7).bfloat16() for _ in range(2))
+        sources, ends = torch.zeros(WORST, dtype=torch.int32), torch.zeros(SIZE, dtype=torch.int32)
+        table = torch.zeros(SIZE, SIZE + 1, dtype=torch.int64)
+        there, missing = torch.zeros(SIZE, dtype=torch.bool), torch.ones(len(x), dtype=torch.bool)
+        combined, active = torch.zeros_like(x), torch.ones(SIZE, dtype=torch.int32)
+        torch.accelerator.synchronize()
+        copied = control.kernels_run()
+        with held():
+            fill(x)
+            fill(ranks)
+            handle, work = native.send_tokens_at_worst(
+                [x], ranks, x.size(1), 3, [into], sources, ends, table, there, active
+            )
+            native.send_tokens_as_worst(handle, [x], [again], active)
+            native.combine_tokens(into, handle, combined, missing, active_ranks=active)
+            assert not work.is_completed()
+        torch.accelerator.synchronize()
+        # The rows and their sources; the rows again; those of the combine.
+        assert control.kernels_run() - copied == 4 * kernels
+        for one in (into, again):
+            assert torch.equal(one[:rows], exact[0])
+            assert not kernels or (one[rows:] == -7).all()
+        assert sources[:rows].tolist() == [token for _, token in ways]
+        assert ends.tolist() == exact[4][0][:, me.rank].tolist()
+        assert torch.equal(table[:, :SIZE].cumsum(0).int(), exact[4][0])
+        assert table[:, SIZE].tolist() == COUNTS
+        assert there.all()
+        assert active.tolist() == [1] * SIZE
+        assert torch.equal(combined, sums)
+        assert not missing.any()
+    buffer.destroy()
+
+
+def known_sizes(me):
+    """The results are those of a dispatch that waits, with zeros behind them."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    for seed in range(3):
+        given = drawn(seed, COUNTS, EXPERTS)
+        mine = given[me.rank]
+        call = a_call(buffer, mine)
+        exact = buffer.dispatch(mine.x, **call)
+        rows = len(exact[0])
+        sums = buffer.combine(exact[0], exact[4], topk_weights=exact[2])
+        active = torch.ones(SIZE, dtype=torch.int32)
+        found = buffer.dispatch(mine.x, **call, num_worst_tokens=WORST, active_ranks=active)
+        assert found[4].route.is_at_worst
+        again, *_ = buffer.dispatch(mine.x, handle=found[4])
+        combined = buffer.combine(found[0], found[4], topk_weights=found[2])
+        assert [len(one) for one in found[:3]] == [WORST] * 3
+        for one, expected in zip(found[:3], exact[:3], strict=True):
+            assert torch.equal(one[:rows], expected)
+        assert (found[1][rows:] == -1).all()
+        for one in (found[0], found[2], found[4][3], again):
+            assert not one[rows:].any()
+        for one, expected in zip(found[4], exact[4], strict=True):
+            assert torch.equal(one[: len(expected)], expected)
+        assert torch.equal(again[:rows], exact[0])
+        assert torch.equal(combined[0], sums[0])
+        assert torch.equal(combined[1], sums[1])
+        assert not buffer.missing_contributions.any()
+        assert active.tolist() == [1] * SIZE
+    buffer.destroy()
+
+
+def test_results_of_a_known_size():
+    run(known_sizes)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_no_host_waits_for_counts_of_a_known_size(kernels):
+    run(nothing_waits_at_worst, kernels)
+
+
+def calls_at_worst(home, kind, me, do_expand, allows_several):
+    """A dispatch of a known size, the same way again, and their combine, on `home`."""
+    with torch.device(home):
+        how = {} if kind is MooncakeElasticBuffer else {"allow_multiple_reduction": allows_several}
+        buffer = kind(dist.group.WORLD, 1 << 21, **how)
+        given = drawn(5, COUNTS, EXPERTS)[me.rank]
+        form = {
+            "num_experts": EXPERTS, "num_max_tokens_per_rank": 80, "expert_alignment": 4,
+            "do_expand": do_expand, "do_cpu_sync": False,
+        }  # fmt: skip
+        rows, recv_idx, weights, handle, _ = buffer.dispatch(
+            given.x, given.topk_idx, given.weights, **form
+        )
+        assert handle.way.route.is_at_worst == (home != "cpu")
+        again, *_ = buffer.dispatch(given.x * 2, handle=handle, do_expand=do_expand)
+        sums, *_ = buffer.combine(rows, handle)
+        missing = buffer.missing_contributions
+        count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+        if do_expand:
+            count = int(handle.psum_num_recv_tokens_per_expert[-1])
+        found = [one[:count] for one in (rows, again, weights)]
+        found += [recv_idx[:count]] if recv_idx is not None and not do_expand else []
+        found += [sums, missing, handle.dst_buffer_slot_idx]
+        found += [handle.num_unaligned_recv_tokens_per_expert]
+        assert {one.device.type for one in found} == {home}
+        sizes = [len(rows), len(weights), handle.num_recv_tokens, handle.num_expanded_tokens]
+        buffer.destroy()
+        return [one.cpu() for one in found], sizes
+
+
+def bits_at_worst(me, kind, do_expand, allows_several):
+    on_device, sizes = calls_at_worst("fake", kind, me, do_expand, allows_several)
+    on_host, expected = calls_at_worst("cpu", kind, me, do_expand, allows_several)
+    assert sizes == expected
+    for one, other in zip(on_device, on_host, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [ElasticBuffer, MooncakeElasticBuffer])
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_elastic_calls_of_a_known_size(kind, do_expand):
+    run(bits_at_worst, kind, do_expand, True)
+
+
+def test_a_known_size_and_one_rounding():
+    run(bits_at_worst, ElasticBuffer, True, False)
+
+
+def little_memory(me):
+    """A dispatch that does not fit at once goes in pieces, and the host waits."""
+    buffer = Buffer(dist.group.WORLD, LITTLE)
+    given = drawn(6, COUNTS, EXPERTS)
+    mine = given[me.rank]
+    exact = buffer.dispatch(mine.x, **a_call(buffer, mine))
+    found = buffer.dispatch(mine.x, **a_call(buffer, mine), num_worst_tokens=WORST)
+    assert not found[4].route.is_at_worst
+    assert torch.equal(found[0][: len(exact[0])], exact[0])
+    skips = {"num_worst_tokens": WORST, "timeout_us": 10_000_000}
+    buffer.destroy()
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    found = buffer.dispatch(mine.x, **a_call(buffer, mine), **skips)
+    assert not found[4].route.is_at_worst
+    assert torch.equal(found[0][: len(exact[0])], exact[0])
+    buffer.destroy()
+
+
+def test_calls_that_wait_for_counts():
+    run(little_memory)
 
 
 def a_late_rank(me):
@@ -227,6 +400,74 @@ def test_killed_anywhere(num_bytes):
     assert all(one == first for one in others)
 
 
+def killed_at_worst(me, victim, where):
+    """Each call of a known size is one with the victim or one without it, the same on all."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(7, [40, 70, 33, 61], EXPERTS)
+    mine = given[me.rank]
+    left = [rank for rank in range(SIZE) if rank != victim]
+    call = a_call(buffer, mine)
+    full = buffer.dispatch(mine.x, **call, num_worst_tokens=WORST)
+    torch.accelerator.synchronize()
+    me.board.set(f"running-{me.rank}")
+    if where == "rows" and me.rank == victim:  # behind its counts
+        extension.load().arm_failpoint("ep-take", 3, False)
+    after, seen = 0, []
+    while after < 3:
+        active, then = (torch.ones(SIZE, dtype=torch.int32) for _ in range(2))
+        found = buffer.dispatch(mine.x, **call, num_worst_tokens=WORST, active_ranks=active)
+        again, *_ = buffer.dispatch(mine.x, handle=full[4])
+        combined = buffer.combine(found[0], found[4], topk_weights=found[2], active_ranks=then)
+        missing = buffer.missing_contributions
+        here = [rank for rank, is_active in enumerate(active.tolist()) if is_active]
+        still = [rank for rank, is_active in enumerate(then.tolist()) if is_active]
+        ways = reference.normal_rows(
+            [one.topk_idx for one in given], owners_of(EXPERTS, SIZE), me.rank, here
+        )
+        rows = len(ways)
+        for row, (source, token) in zip(found[0][:rows], ways, strict=True):
+            assert torch.equal(row, given[source].x[token])
+        assert not found[0][rows:].any()
+        handle = list(found[4])
+        handle[3] = handle[3][:rows]
+        check_dispatch(
+            me, (*(one[:rows] for one in found[:3]), None, handle, None), given, EXPERTS, here
+        )
+        if here == left:
+            assert still == left
+            are_left = again.cpu().any(dim=1).to(again.device)
+            assert torch.equal(again[are_left], full[0][are_left])
+        answers = []
+        for rank in range(SIZE):
+            ways = reference.normal_rows(
+                [one.topk_idx for one in given], owners_of(EXPERTS, SIZE), rank, here
+            )
+            rows = [given[source].x[token] for source, token in ways]
+            answers.append(torch.stack(rows) if rows else mine.x[:0])
+        check_combine(
+            me, (combined[0], None, None), answers, given, EXPERTS, missing,
+            active=here, still_active=still,
+        )  # fmt: skip
+        seen.append((here, still))
+        after += here == left
+    buffer.destroy()
+    return [one for one in seen if one != (list(range(SIZE)),) * 2]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("where", ["anywhere", "rows"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_in_a_call_of_a_known_size(victim, where):
+    with crew() as ranks:
+        ranks.start(killed_at_worst, victim, where)
+        if where == "anywhere":
+            ranks.board.wait_all("running", range(SIZE))
+            ranks.signal(victim, signal.SIGKILL)
+        first, *others = [one for one in ranks.results(dead=[victim]) if one is not None]
+        ranks.broken = True
+    assert all(one == first for one in others)
+
+
 def stopped(me, victim):
     """The victim stops before its combine. It learns that the others went on without it."""
     buffer = Buffer(dist.group.WORLD, AMPLE)
@@ -309,6 +550,60 @@ def tensors_of_two_devices(me, words):
 @pytest.mark.parametrize("words", [True, False])
 def test_tensors_of_two_devices(words):
     run(tensors_of_two_devices, words, MOONCAKE_EP_STREAM_WORDS=str(int(words)))
+
+
+def errors_of_sizes(me, wrong):
+    """An error of the counts comes to all ranks and ends the buffer; no stream waits."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    mine = drawn(4, COUNTS, EXPERTS)[me.rank]
+    call = a_call(buffer, mine)
+    most = WORST + (me.rank == 2) if wrong == "differs" else 7
+
+    def dispatch():
+        buffer.dispatch(mine.x, **call, num_worst_tokens=most)
+        torch.accelerator.synchronize()
+        buffer.dispatch(mine.x, **call, num_worst_tokens=most)
+
+    kind, text = raised(dispatch)
+    torch.accelerator.synchronize()
+    assert kind == "ValueError", text
+    assert raised(buffer.dispatch, mine.x, **call) == (kind, text)
+    buffer.destroy()
+    return text
+
+
+@pytest.mark.parametrize("wrong", ["differs", "too few"])
+def test_errors_of_sizes(wrong):
+    found = run(errors_of_sizes, wrong)
+    says = "rank 0 and rank 2 have places for" if wrong == "differs" else "and has places for 7"
+    assert all(says in text for text in found), found
+
+
+def wrong_argument_at_worst(me):
+    """An error of its caller alone, and nothing was sent."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(4, COUNTS, EXPERTS)
+    mine = given[me.rank]
+    call = a_call(buffer, mine)
+    exact = buffer.dispatch(mine.x, **call)
+    if me.rank == 1:
+        for text, wrong in (
+            ("both or none", {"topk_weights": None}),
+            ("on cpu", {"topk_weights": mine.weights.cpu()}),
+        ):
+            kind, message = raised(
+                lambda wrong=wrong: buffer.dispatch(
+                    mine.x, **{**call, **wrong}, num_worst_tokens=WORST
+                )
+            )
+            assert (kind, text in message, "rank 1" in message) == ("ValueError", True, True)
+    found = buffer.dispatch(mine.x, **call, num_worst_tokens=WORST)
+    assert torch.equal(found[0][: len(exact[0])], exact[0])
+    buffer.destroy()
+
+
+def test_a_wrong_argument_of_a_known_size():
+    run(wrong_argument_at_worst)
 
 
 def other_handles(me):

@@ -32,7 +32,8 @@ struct EpHandle {
   c10::Device device;          // the tensors of the dispatch are on it, and those of its combines
   std::optional<EpKept> kept;  // of a dispatch by kernels
   // Of a dispatch through host memory: the rows that each expert of this rank received, from the
-  // dispatch's end on. See Staging::UsedRows.
+  // dispatch's end on; in the normal mode all of them, after EpNormal::dispatchAtWorst(). See
+  // Staging::UsedRows.
   at::Tensor usedRows;
 };
 

@@ -1,7 +1,6 @@
 #include "backend/ep_normal.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <utility>
 
@@ -9,9 +8,9 @@
 #include <c10/util/Exception.h>
 
 #include "backend/device/host_tensors.h"
+#include "backend/ep_normal_runs.h"
 #include "backend/ep_tensors.h"
 #include "backend/errors.h"
-#include "ep/census.h"
 
 namespace mooncake {
 namespace {
@@ -21,116 +20,6 @@ std::vector<bool> flagsOf(const GroupRanks& ranks, int size) {
   for (int r = 0; r < size; ++r) flags.push_back(ranks.contains(r));
   return flags;
 }
-
-// The common part of the calls of the normal mode.
-class NormalRun : public EpRun {
- public:
-  Status read() override {
-    if (activeRanks) mask &= maskOf(*activeRanks, int(activeRanks->numel()));
-    return {};
-  }
-
-  std::optional<at::Tensor> activeRanks;
-  GroupRanks mask;
-  std::optional<Clock::duration> patience;
-  ep::Ending ending;
-
- protected:
-  template <typename Call>
-  void fillIn(Call& call, const Status& inputs, Deadline deadline) const {
-    call.inputs = inputs;
-    call.mask = mask;
-    call.deadline = deadline;
-    call.patience = patience;
-  }
-  Status ended(Status status, const ep::Memory& memory) const {
-    MOONCAKE_TRY(std::move(status));
-    if (activeRanks) clearOthers(*activeRanks, memory.group.size(), ending.participants);
-    return {};
-  }
-};
-
-class CountRun final : public NormalRun {
- public:
-  Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
-    fillIn(census, inputs, deadline);
-    return ended(ep::count(memory, census, ending), memory);
-  }
-
-  ep::Census census;
-};
-
-class TokensRun final : public NormalRun {
- public:
-  Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
-    const int size = memory.group.size();
-    int32_t count = 0;
-    std::vector<int64_t> ranges(static_cast<size_t>(size));
-    fillIn(call, error.empty() ? inputs : Status(ErrorCode::kInvalidArgument, error), deadline);
-    call.counts = &count;
-    call.ranges = ranges.data();
-    call.makeRoom = [&](size_t rows) { return makeRoom(memory.group, int64_t(rows)); };
-    MOONCAKE_TRY(ended(ep::dispatch(memory, call, ending), memory));
-    if (zerosOthers) zeroOthers(ranges);
-    ends = at::empty({size}, at::kInt);
-    int64_t end = 0;
-    for (int r = 0; r < size; ++r) {
-      end += ranges[size_t(r)] & 0xffffffff;
-      ends.mutable_data_ptr<int32_t>()[r] = int32_t(end);
-    }
-    return {};
-  }
-
-  ep::DispatchCall call;
-  std::string error;
-  std::shared_ptr<BlockCache> memory;  // of the results
-  bool isPlaced = false;               // the results have their memory already
-  bool zerosOthers = false;            // and the places of ranks that sent nothing become zeros
-  std::vector<at::Tensor> given, made;
-  at::Tensor sources, ends;
-
- private:
-  void zeroOthers(const std::vector<int64_t>& ranges) const {
-    for (size_t r = 0; r < ranges.size(); ++r) {
-      const auto [begin, end] = call.places[r];
-      if ((ranges[r] & 0xffffffff) != 0) continue;
-      for (const ep::Field& field : call.fields)
-        std::memset(field.to + begin * field.bytes, 0, (end - begin) * field.bytes);
-    }
-  }
-  // Other ranks may have ended the operation, and this rank would try again without end. So it
-  // leaves the group.
-  Status makeRoom(Group& group, int64_t rows) {
-    if (isPlaced) return {};
-    try {
-      made.clear();
-      for (size_t i = 0; i < given.size(); ++i) {
-        made.push_back(newResult(*memory, {rows, given[i].size(1)}, given[i].scalar_type()));
-        call.fields[i].to = static_cast<std::byte*>(made[i].mutable_data_ptr());
-      }
-      sources = at::empty({rows}, at::kInt);
-      call.sources = sources.mutable_data_ptr<int32_t>();
-      return {};
-    } catch (const std::exception& error) {
-      const Error why{ErrorCode::kExhausted,
-                      "dispatch: no memory for " + std::to_string(rows) + " rows: " + error.what()};
-      group.fail(why);
-      return why;
-    }
-  }
-};
-
-class SumsRun final : public NormalRun {
- public:
-  Status run(const ep::Memory& memory, const Status& inputs, Deadline deadline) override {
-    fillIn(call, inputs, deadline);
-    return ended(ep::combine(memory, call, ending), memory);
-  }
-
-  ep::CombineCall call;
-  std::vector<float> weights;
-  std::vector<at::Tensor> kept;
-};
 
 // `staging`: null for CPU tensors, whose values are read here.
 void setParticipation(NormalRun& run, EpBuffer& buffer, Staging* staging,
@@ -150,26 +39,13 @@ void setParticipation(NormalRun& run, EpBuffer& buffer, Staging* staging,
   if (!staging) throwIfError(run.read());
 }
 
-// Throws unless each token names ranks of the group, and each once.
-void requireRanks(const at::Tensor& ranks, int size) {
-  const auto tokens = size_t(ranks.size(0)), most = size_t(ranks.size(1));
-  for (size_t t = 0; t < tokens; ++t) {
-    const int32_t* const of = ranks.const_data_ptr<int32_t>() + t * most;
-    for (size_t i = 0; i < most; ++i) {
-      if (of[i] == ep::kNoExpert) continue;
-      TORCH_CHECK_VALUE(of[i] >= 0 && of[i] < size, "token ", t, " names rank ", of[i], " of ",
-                        size);
-      TORCH_CHECK_VALUE(std::find(of, of + i, of[i]) == of + i, "token ", t, " names rank ", of[i],
-                        " twice");
-    }
-  }
-}
-
-// The run of a dispatch, without its results. `fields`: the tensors on the host.
-std::shared_ptr<TokensRun> runOf(EpBuffer& ours, const EpNormal::DispatchArguments& given,
-                                 std::vector<at::Tensor> fields) {
+// Makes a run of a dispatch without its results, and without the ranks of each token. `fields`: the
+// tensors on the host.
+template <typename Run>
+std::shared_ptr<Run> makeRun(EpBuffer& ours, std::vector<at::Tensor> fields, int64_t tokens,
+                             int64_t topk, int64_t hidden, uint32_t agreed) {
   const int size = ours.buffer()->group().size();
-  const auto run = std::make_shared<TokensRun>();
+  const auto run = std::make_shared<Run>();
   ep::DispatchCall& call = run->call;
   call.format = ep::RowFormat::kFields;
   for (const at::Tensor& field : fields) {
@@ -178,24 +54,48 @@ std::shared_ptr<TokensRun> runOf(EpBuffer& ours, const EpNormal::DispatchArgumen
   }
   run->given = std::move(fields);
   run->memory = ours.results();
-  run->error = given.error;
-  call.agreed = given.agreed;
-  const auto handle = std::make_shared<ep::Handle>();
-  handle->shape = {size, size, size_t(given.maxTokens), size_t(given.hidden)};
-  handle->experts = std::make_shared<const ep::ExpertMap>(size, size);
-  handle->tokens = size_t(given.ranks.size(0));
-  handle->topk = size_t(given.ranks.size(1));
-  const int32_t* const ranks = given.ranks.const_data_ptr<int32_t>();
-  handle->chosen.assign(ranks, ranks + given.ranks.numel());
-  call.handle = handle;
+  call.agreed = agreed;
+  call.handle = std::make_shared<ep::Handle>();
+  call.handle->shape = {size, size, 0, size_t(hidden)};
+  call.handle->experts = std::make_shared<const ep::ExpertMap>(size, size);
+  call.handle->tokens = size_t(tokens);
+  call.handle->topk = size_t(topk);
   return run;
+}
+
+// A run with the ranks of each token.
+std::shared_ptr<TokensRun> runOf(EpBuffer& ours, const EpNormal::DispatchArguments& given,
+                                 std::vector<at::Tensor> fields) {
+  auto run = makeRun<TokensRun>(ours, std::move(fields), given.ranks.size(0), given.ranks.size(1),
+                                given.hidden, given.agreed);
+  run->error = given.error;
+  ep::Handle& handle = *run->call.handle;
+  handle.shape.maxTokens = size_t(given.maxTokens);
+  const int32_t* const ranks = given.ranks.const_data_ptr<int32_t>();
+  handle.chosen.assign(ranks, ranks + given.ranks.numel());
+  return run;
+}
+
+// Makes the rows go to `into` on a device, from the first place on. Only the used rows are copied.
+void placeAtWorst(TokensRun& run, Staging& staging, const std::vector<at::Tensor>& into,
+                  const at::Tensor& usedRows) {
+  TORCH_CHECK_VALUE(into.size() == run.given.size(), "into has ", into.size(),
+                    " tensors, expected ", run.given.size());
+  const int64_t rows = into.front().size(0);
+  for (size_t i = 0; i < into.size(); ++i) {
+    requireTensor(into[i], "a result", staging.stream().device(), run.given[i].scalar_type(),
+                  {rows, run.given[i].size(1)});
+    run.made.push_back(staging.output(into[i].unsqueeze(0), "recv_x", {.counts = usedRows}));
+    run.call.fields[i].to = static_cast<std::byte*>(run.made.back().mutable_data_ptr());
+  }
+  run.places = size_t(rows);
 }
 
 void checkTokens(EpBuffer& ours, const EpNormal::DispatchArguments& given,
                  const c10::Device& device) {
   const int64_t tokens = given.ranks.size(0);
   requireTensor(given.ranks, "token_ranks", c10::kCPU, at::kInt, {-1, -1});
-  requireRanks(given.ranks, ours.buffer()->group().size());
+  throwIfError(checkRanks(given.ranks, ours.buffer()->group().size()));
   TORCH_CHECK_VALUE(tokens <= given.maxTokens, "rank ", ours.buffer()->group().rank(), " gives ",
                     tokens, " tokens of at most ", given.maxTokens);
   for (const at::Tensor& field : given.fields)
@@ -225,7 +125,7 @@ void placeResults(TokensRun& run, const EpNormal::DispatchArguments& given,
     run.call.fields[i].to = static_cast<std::byte*>(into[i].mutable_data_ptr());
   }
   run.call.sources = sources.mutable_data_ptr<int32_t>();
-  run.isPlaced = true;
+  run.places = size_t(rows);
 }
 
 }  // namespace
@@ -277,17 +177,80 @@ EpBuffer::Call EpNormal::dispatchOnDevice(const DispatchArguments& given) {
   return {run, staging};
 }
 
+EpNormal::Worst EpNormal::dispatchAtWorst(const WorstArguments& given) {
+  TORCH_CHECK_VALUE(!given.fields.empty() && !given.into.empty(), "no rows, or no places of rows");
+  const auto& buffer = buffer_.buffer();
+  const int64_t size = buffer->group().size(), tokens = given.ranks.size(0);
+  const c10::Device device = given.fields.front().device();
+  requireDevice(given.fields.front(), "x");
+  requireTensor(given.ranks, "token_ranks", device, at::kInt, {-1, -1});
+  for (const at::Tensor& field : given.fields)
+    requireTensor(field, "a field", device, field.scalar_type(), {tokens, -1});
+  const int64_t rows = given.into.front().size(0);
+  requireTensor(given.sources, "the sources", device, at::kInt, {rows});
+  requireTensor(given.ends, "the ends", device, at::kInt, {size});
+  requireTensor(given.table, "the table", device, at::kLong, {size, size + 1});
+  requireTensor(given.participants, "the participants", device, at::kBool, {size});
+  const auto staging = buffer_.stagingFor(device);
+  std::vector<at::Tensor> fields;
+  for (const at::Tensor& field : given.fields) fields.push_back(staging->input(field, "x"));
+  const auto run = makeRun<WorstRun>(buffer_, std::move(fields), tokens, given.ranks.size(1),
+                                     given.hidden, given.agreed);
+  run->buffer = buffer.get();
+  run->ranks = staging->input(given.ranks, "token_ranks");
+  run->mostRows = uint32_t(rows);
+  run->extras = size_t(given.extras);
+  run->usedRows = staging->newCounts(1);
+  placeAtWorst(*run, *staging, given.into, run->usedRows);
+  run->made.push_back(
+      staging->output(given.sources.unsqueeze(0), "the sources", {.counts = run->usedRows}));
+  run->call.sources = run->made.back().mutable_data_ptr<int32_t>();
+  run->endsShown = staging->output(given.ends, "the ends");
+  run->table = staging->output(given.table, "the table");
+  run->participants = staging->output(given.participants, "the participants");
+  setParticipation(*run, buffer_, staging.get(), {}, given.activeRanks, -1);
+  return {.handle = {buffer, run->call.handle, device, std::nullopt, run->usedRows},
+          .call = {run, staging}};
+}
+
+EpBuffer::Call EpNormal::dispatchAsWorst(const AgainArguments& given) {
+  const auto& buffer = buffer_.buffer();
+  const ep::Handle& first = *given.handle.dispatch;
+  TORCH_CHECK_VALUE(given.handle.buffer == buffer, "the handle is of a dispatch of another buffer");
+  TORCH_CHECK_VALUE(!given.fields.empty() && !given.into.empty(), "no rows, or no places of rows");
+  const c10::Device& device = given.handle.device;
+  for (const at::Tensor& field : given.fields)
+    requireTensor(field, "x", device, field.scalar_type(), {int64_t(first.tokens), -1});
+  const auto staging = buffer_.stagingFor(device);
+  std::vector<at::Tensor> fields;
+  for (const at::Tensor& field : given.fields) fields.push_back(staging->input(field, "x"));
+  const auto run =
+      makeRun<AsWorstRun>(buffer_, std::move(fields), int64_t(first.tokens), int64_t(first.topk),
+                          int64_t(first.shape.hidden), given.agreed);
+  run->first = given.handle.dispatch;
+  run->usedRows = staging->newCounts(1);
+  placeAtWorst(*run, *staging, given.into, run->usedRows);
+  run->sources = at::empty({given.into.front().size(0)}, at::kInt);
+  run->call.sources = run->sources.mutable_data_ptr<int32_t>();
+  run->zerosOthers = true;
+  setParticipation(*run, buffer_, staging.get(), {}, given.activeRanks, given.timeoutMicros);
+  return {run, staging};
+}
+
 EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   const auto& buffer = buffer_.buffer();
   TORCH_CHECK_VALUE(given.handle.buffer == buffer, "the handle is of a dispatch of another buffer");
   const auto handle = given.handle.dispatch;
   const auto hidden = int64_t(handle->shape.hidden), tokens = int64_t(handle->tokens);
-  size_t rows = 0;
-  for (const auto& range : handle->ranges) rows += range.count;
-  const bool hasMore = !given.firstRows.empty();
-  const int64_t xRows = hasMore ? given.x.size(0) : int64_t(rows);
+  const bool isOfWorst = given.handle.usedRows.defined(), hasMore = !given.firstRows.empty();
   const c10::Device device = given.x.device();
   requireDevice(given.x, "x");
+  TORCH_CHECK_VALUE(!isOfWorst || device == given.handle.device, "x is on ", device.str(),
+                    ", the rows of the handle's dispatch are on ", given.handle.device.str());
+  size_t rows = isOfWorst ? size_t(given.x.size(0)) : 0;
+  if (!isOfWorst)
+    for (const auto& range : handle->ranges) rows += range.count;
+  const int64_t xRows = hasMore ? given.x.size(0) : int64_t(rows);
   requireTensor(given.x, "x", device, at::kBFloat16, {xRows, hidden});
   requireTensor(given.sums, "combined_x", device, at::kBFloat16, {tokens, hidden});
   const size_t extras = given.extras ? size_t(given.extras->size(1)) : 0;
@@ -298,7 +261,11 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   const HostTensors host(staging.get());
   const auto run = std::make_shared<SumsRun>();
   ep::CombineCall& call = run->call;
-  const at::Tensor x = host.input(given.x, "x"), sums = host.output(given.sums, "combined_x");
+  const auto rowsOf = [&](const at::Tensor& all, const char* what) {
+    if (!isOfWorst) return host.input(all, what);
+    return staging->input(all.unsqueeze(0), what, {.counts = given.handle.usedRows});
+  };
+  const at::Tensor x = rowsOf(given.x, "x"), sums = host.output(given.sums, "combined_x");
   call.x = static_cast<const std::byte*>(x.const_data_ptr());
   call.rows = rows;
   if (hasMore) {
@@ -312,7 +279,8 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
     }
   }
   call.rowStride = ep::bf16Bytes(handle->shape.hidden);
-  call.chosen = handle->chosen;
+  run->isOfWorst = isOfWorst;
+  if (!isOfWorst) call.chosen = handle->chosen;
   call.handle = handle;
   call.combined = static_cast<uint16_t*>(sums.mutable_data_ptr());
   for (const at::Tensor& bias : given.biases) {
@@ -324,7 +292,7 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
     requireTensor(*given.extras, "topk_weights", device, at::kFloat, {xRows, int64_t(extras)});
     requireTensor(*given.extraSums, "combined_topk_weights", device, at::kFloat,
                   {tokens, int64_t(extras)});
-    const at::Tensor of = host.input(*given.extras, "topk_weights");
+    const at::Tensor of = rowsOf(*given.extras, "topk_weights");
     const at::Tensor added = host.output(*given.extraSums, "combined_topk_weights");
     call.extras = extras;
     call.extrasOfRows = of.const_data_ptr<float>();
@@ -335,7 +303,7 @@ EpBuffer::Call EpNormal::combine(const CombineArguments& given) {
   const at::Tensor missing = host.output(given.missing, "missing_contributions");
   call.missing = missing.mutable_data_ptr<bool>();
   run->kept.insert(run->kept.end(), {x, sums, missing});
-  run->weights.assign(handle->chosen.size(), 1);
+  run->weights.assign(handle->tokens * handle->topk, 1);
   call.weights = run->weights.data();
   setParticipation(*run, buffer_, staging.get(), given.among, given.activeRanks,
                    given.timeoutMicros);

@@ -60,6 +60,39 @@ class EpNormal {
   // on one device.
   EpBuffer::Call dispatchOnDevice(const DispatchArguments& given);
 
+  // A dispatch with results of a size that all ranks know ahead. Nothing waits for its counts: it
+  // runs when a stream with words has come to it. All tensors are on one device.
+  struct WorstArguments {
+    const std::vector<at::Tensor>& fields;
+    const at::Tensor& ranks;  // as above
+    int64_t hidden;
+    int64_t extras;  // of a row, for which the combine gets room
+    const std::optional<at::Tensor>& activeRanks;
+    uint32_t agreed;
+    // Outputs. Rows behind the received ones are not written.
+    const std::vector<at::Tensor>& into;  // [rows][any]; as many rows on all ranks
+    const at::Tensor& sources;            // int32 [rows]
+    const at::Tensor& ends;               // int32 [ranks]
+    const at::Tensor&
+        table;  // int64 [ranks][ranks + 1]: by rank, its rows for each, and its tokens
+    const at::Tensor& participants;  // bool [ranks]
+  };
+  struct Worst {
+    EpHandle handle;
+    EpBuffer::Call call;
+  };
+  Worst dispatchAtWorst(const WorstArguments& given);
+  // Dispatches other fields the same way. The places of ranks that take no part become zeros.
+  struct AgainArguments {
+    const EpHandle& handle;  // of dispatchAtWorst()
+    const std::vector<at::Tensor>& fields;
+    const std::vector<at::Tensor>& into;
+    const std::optional<at::Tensor>& activeRanks;
+    int64_t timeoutMicros;
+    uint32_t agreed;
+  };
+  EpBuffer::Call dispatchAsWorst(const AgainArguments& given);
+
   // All tensors are on the device of x, or the CPU's.
   struct CombineArguments {
     const at::Tensor& x;  // bfloat16 [rows][hidden]

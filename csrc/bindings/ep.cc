@@ -279,6 +279,42 @@ std::shared_ptr<EpWork> sendTokensAgain(
   return buffer.submit(std::move(call), Ends::kAtOnce);
 }
 
+std::pair<EpHandle, std::shared_ptr<EpWork>> sendTokensAtWorst(
+    EpBuffer& buffer, const std::vector<at::Tensor>& fields, const at::Tensor& ranks,
+    int64_t hidden, int64_t extras, const std::vector<at::Tensor>& into, const at::Tensor& sources,
+    const at::Tensor& ends, const at::Tensor& table, const at::Tensor& participants,
+    const MaybeTensor& activeRanks, uint32_t agreed) {
+  py::gil_scoped_release unlocked;
+  auto made = EpNormal(buffer).dispatchAtWorst({.fields = fields,
+                                                .ranks = ranks,
+                                                .hidden = hidden,
+                                                .extras = extras,
+                                                .activeRanks = activeRanks,
+                                                .agreed = agreed,
+                                                .into = into,
+                                                .sources = sources,
+                                                .ends = ends,
+                                                .table = table,
+                                                .participants = participants});
+  auto work = buffer.submit(std::move(made.call), Ends::kAtOnce);
+  return {std::move(made.handle), std::move(work)};
+}
+
+std::shared_ptr<EpWork> sendTokensAsWorst(EpBuffer& buffer, const EpHandle& handle,
+                                          const std::vector<at::Tensor>& fields,
+                                          const std::vector<at::Tensor>& into,
+                                          const MaybeTensor& activeRanks, int64_t timeoutMicros,
+                                          uint32_t agreed) {
+  py::gil_scoped_release unlocked;
+  auto call = EpNormal(buffer).dispatchAsWorst({.handle = handle,
+                                                .fields = fields,
+                                                .into = into,
+                                                .activeRanks = activeRanks,
+                                                .timeoutMicros = timeoutMicros,
+                                                .agreed = agreed});
+  return buffer.submit(std::move(call), Ends::kAtOnce);
+}
+
 void bindNormalMode(py::class_<EpBuffer>& buffer) {
   const auto none = py::none();
   buffer
@@ -312,6 +348,13 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
            py::arg("token_ranks"), py::arg("num_max_tokens"), py::arg("hidden"), py::arg("begins"),
            py::arg("ends"), py::arg("among"), py::arg("active_ranks") = none,
            py::arg("timeout_us") = -1, py::arg("agreed") = 0)
+      .def("send_tokens_at_worst", &sendTokensAtWorst, py::arg("fields"), py::arg("token_ranks"),
+           py::arg("hidden"), py::arg("extras"), py::arg("into"), py::arg("sources"),
+           py::arg("ends"), py::arg("table"), py::arg("participants"),
+           py::arg("active_ranks") = none, py::arg("agreed") = 0)
+      .def("send_tokens_as_worst", &sendTokensAsWorst, py::arg("handle"), py::arg("fields"),
+           py::arg("into"), py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
+           py::arg("agreed") = 0)
       .def("uses_words", &EpBuffer::usesWords, py::arg("device"));
 }
 

@@ -1,0 +1,234 @@
+#include "backend/ep_normal_runs.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <ATen/ATen.h>
+
+#include "backend/ep_tensors.h"
+
+namespace mooncake {
+namespace {
+
+size_t rowsOf(const ep::Handle& handle) {
+  size_t rows = 0;
+  for (const auto& range : handle.ranges) rows += range.count;
+  return rows;
+}
+
+void setCount(const at::Tensor& usedRows, size_t rows) {
+  *usedRows.mutable_data_ptr<int32_t>() = int32_t(rows);
+}
+
+}  // namespace
+
+Status NormalRun::read() {
+  if (activeRanks) mask &= maskOf(*activeRanks, int(activeRanks->numel()));
+  return {};
+}
+
+Status NormalRun::ended(Status status, const ep::Memory& memory) const {
+  MOONCAKE_TRY(std::move(status));
+  if (activeRanks) clearOthers(*activeRanks, memory.group.size(), ending.participants);
+  return {};
+}
+
+Status CountRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  fillIn(census, inputs, deadline);
+  return ended(ep::count(memory, census, ending), memory);
+}
+
+Status TokensRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  const int size = memory.group.size();
+  int32_t count = 0;
+  std::vector<int64_t> ranges(static_cast<size_t>(size));
+  fillIn(call, error.empty() ? inputs : Status(ErrorCode::kInvalidArgument, error), deadline);
+  call.counts = &count;
+  call.ranges = ranges.data();
+  call.makeRoom = [&](size_t rows) { return makeRoom(memory.group, int64_t(rows)); };
+  MOONCAKE_TRY(ended(ep::dispatch(memory, call, ending), memory));
+  if (zerosOthers) zeroOthers(ranges);
+  ends = at::empty({size}, at::kInt);
+  int64_t end = 0;
+  for (int r = 0; r < size; ++r) {
+    end += ranges[size_t(r)] & 0xffffffff;
+    ends.mutable_data_ptr<int32_t>()[r] = int32_t(end);
+  }
+  return {};
+}
+
+void TokensRun::zeroOthers(const std::vector<int64_t>& ranges) const {
+  for (size_t r = 0; r < ranges.size(); ++r) {
+    const auto [begin, end] = call.places[r];
+    if ((ranges[r] & 0xffffffff) != 0) continue;
+    for (const ep::Field& field : call.fields)
+      std::memset(field.to + begin * field.bytes, 0, (end - begin) * field.bytes);
+  }
+}
+
+// Other ranks may have ended the operation, and this rank would try again without end. So it
+// leaves the group.
+Status TokensRun::makeRoom(Group& group, int64_t rows) {
+  if (places) {
+    if (size_t(rows) <= *places) return {};
+    return {ErrorCode::kProtocol, "dispatch: " + group.nameRank(group.rank()) + " receives " +
+                                      std::to_string(rows) + " rows, which the ranks counted as " +
+                                      "no more than " + std::to_string(*places) +
+                                      ": do all ranks run the same version?"};
+  }
+  try {
+    made.clear();
+    for (size_t i = 0; i < given.size(); ++i) {
+      made.push_back(newResult(*memory, {rows, given[i].size(1)}, given[i].scalar_type()));
+      call.fields[i].to = static_cast<std::byte*>(made[i].mutable_data_ptr());
+    }
+    sources = at::empty({rows}, at::kInt);
+    call.sources = sources.mutable_data_ptr<int32_t>();
+    return {};
+  } catch (const std::exception& error) {
+    const Error why{ErrorCode::kExhausted,
+                    "dispatch: no memory for " + std::to_string(rows) + " rows: " + error.what()};
+    group.fail(why);
+    return why;
+  }
+}
+
+Status WorstRun::read() {
+  ep::Handle& handle = *call.handle;
+  MOONCAKE_TRY(checkRanks(ranks, handle.shape.numRanks));
+  const int32_t* const chosen = ranks.const_data_ptr<int32_t>();
+  handle.chosen.assign(chosen, chosen + ranks.numel());
+  return NormalRun::read();
+}
+
+Status WorstRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  MOONCAKE_TRY(countAll(memory, inputs, deadline));
+  MOONCAKE_TRY(checkCounts(memory.group));
+  mask &= counted_;
+  MOONCAKE_TRY(TokensRun::run(memory, {}, deadline));
+  show(memory.group.rank());
+  return {};
+}
+
+Status WorstRun::countAll(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  const ep::Handle& handle = *call.handle;
+  census_.numbers.assign(kForRanks + size_t(memory.group.size()), 0);
+  census_.numbers[kTokens] = uint32_t(handle.tokens);
+  census_.numbers[kMostRows] = mostRows;
+  census_.numbers[kAgreed] = call.agreed;
+  if (inputs.ok()) {
+    for (const int32_t rank : handle.chosen)
+      if (rank != ep::kNoExpert) ++census_.numbers[kForRanks + size_t(rank)];
+  }
+  fillIn(census_, inputs, deadline);
+  ep::Ending counted;
+  MOONCAKE_TRY(ep::count(memory, census_, counted));
+  counted_ = std::move(counted.participants);
+  return {};
+}
+
+Status WorstRun::checkCounts(const Group& group) {
+  const auto refusal = [](const std::string& why) {
+    return Error{ErrorCode::kInvalidArgument, "dispatch: " + why};
+  };
+  const int size = group.size();
+  int first = -1;
+  size_t tokens = 1, rows = 0;
+  for (int r = 0; r < size; ++r) {
+    const auto& numbers = census_.all[size_t(r)];
+    tokens = std::max<size_t>(tokens, numbers[kTokens]);
+    if (!counted_.contains(r)) continue;
+    if (first < 0) first = r;
+    const auto& others = census_.all[size_t(first)];
+    const std::string ranks = group.nameRank(first) + " and " + group.nameRank(r);
+    if (numbers[kMostRows] != others[kMostRows]) {
+      return refusal(ranks + " have places for " + std::to_string(others[kMostRows]) + " and " +
+                     std::to_string(numbers[kMostRows]) +
+                     " rows: give all ranks the same num_worst_tokens, or num_max_tokens_per_rank");
+    }
+    if (numbers[kAgreed] != others[kAgreed]) {
+      return refusal(ranks +
+                     " gave tensors of other dtypes or columns, or another "
+                     "num_max_tokens_per_rank: give the same on all ranks");
+    }
+    size_t its = 0;
+    for (int from = 0; from < size; ++from)
+      if (counted_.contains(from)) its += census_.all[size_t(from)][kForRanks + size_t(r)];
+    if (its > mostRows) {
+      return refusal(group.nameRank(r) + " receives " + std::to_string(its) +
+                     " tokens and has places for " + std::to_string(mostRows) +
+                     ": give a larger num_worst_tokens, or num_max_tokens_per_rank");
+    }
+    rows = std::max(rows, its);
+  }
+  const double rowsPerToken = double(std::max<size_t>(rows, 1)) / double(tokens);
+  ep::Shape& shape = call.handle->shape;
+  if (tokens > buffer->mostTokens(call.rowBytes(), shape.hidden, extras, rowsPerToken)) {
+    return refusal("the buffer's memory has no room for " + std::to_string(tokens) +
+                   " tokens of a rank at once: make it larger");
+  }
+  shape.maxTokens = tokens;
+  return {};
+}
+
+void WorstRun::show(int rank) {
+  const auto size = size_t(call.handle->shape.numRanks);
+  std::memcpy(endsShown.mutable_data_ptr(), ends.const_data_ptr(), ends.nbytes());
+  int64_t* const shown = table.mutable_data_ptr<int64_t>();
+  bool* const flags = participants.mutable_data_ptr<bool>();
+  for (size_t r = 0; r < size; ++r) {
+    const auto& numbers = census_.all[r];
+    flags[r] = ending.participants.contains(int(r));
+    const bool isHere = flags[r] && ending.participants.contains(rank);
+    for (size_t to = 0; to < size; ++to)
+      shown[r * (size + 1) + to] = isHere ? numbers[kForRanks + to] : 0;
+    shown[r * (size + 1) + size] = numbers[kTokens];
+  }
+  setCount(usedRows, rowsOf(*call.handle));
+}
+
+Status AsWorstRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  ep::Handle& handle = *call.handle;
+  handle.shape.maxTokens = first->shape.maxTokens;
+  handle.chosen = first->chosen;
+  size_t end = 0;
+  for (const auto& range : first->ranges) {
+    call.places.push_back({end, end + range.count});
+    end += range.count;
+  }
+  // The same on all ranks.
+  call.agreed = call.agreed * 31 + uint32_t(first->number);
+  mask &= first->participants;
+  MOONCAKE_TRY(TokensRun::run(memory, inputs, deadline));
+  setCount(usedRows, end);
+  return {};
+}
+
+Status SumsRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  fillIn(call, inputs, deadline);
+  if (isOfWorst) {
+    call.chosen = call.handle->chosen;
+    call.rows = rowsOf(*call.handle);
+  }
+  return ended(ep::combine(memory, call, ending), memory);
+}
+
+Status checkRanks(const at::Tensor& ranks, int size) {
+  const auto tokens = size_t(ranks.size(0)), most = size_t(ranks.size(1));
+  const auto refusal = [](size_t token, int32_t rank, const std::string& why) {
+    return Error{ErrorCode::kInvalidArgument,
+                 "token " + std::to_string(token) + " names rank " + std::to_string(rank) + why};
+  };
+  for (size_t t = 0; t < tokens; ++t) {
+    const int32_t* const of = ranks.const_data_ptr<int32_t>() + t * most;
+    for (size_t i = 0; i < most; ++i) {
+      if (of[i] == ep::kNoExpert) continue;
+      if (of[i] < 0 || of[i] >= size) return refusal(t, of[i], " of " + std::to_string(size));
+      if (std::find(of, of + i, of[i]) != of + i) return refusal(t, of[i], " twice");
+    }
+  }
+  return {};
+}
+
+}  // namespace mooncake
