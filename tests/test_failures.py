@@ -27,9 +27,15 @@ SHORT = 0.5  # a failure_timeout that has to pass in the test
 
 # Tensors of a device, by how their operations go.
 DEVICES = {"staged": {}, "by-kernels": {"MOONCAKE_PEER_BYTES": "16384"}}
+# Transports, and tensors of a device whose waits raise as those of CPU tensors do.
+WITH_DEVICE = [*TRANSPORTS, pytest.param("device", marks=pytest.mark.ci)]
 
 
 def over(transports, **more):
+    if transports == "device":
+        devices.prepare("fake")
+        more = {devices.VARIABLE: "fake", "MOONCAKE_BLOCKING_WAIT": "1", **more}
+        transports = "shm"
     return {"env": {**cards.over(transports), **more}}
 
 
@@ -314,7 +320,7 @@ def ahead_on_rank(me, count, how):
 
 @pytest.mark.parametrize("how", ["wait", "future", "exception"])
 @pytest.mark.parametrize("count", [SMALL, FEW])
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_raise_ends_what_was_issued_before_it_was_seen(transports, count, how):
     with harness.starting(3, ahead_on_rank, count, how, **over(transports, **RAISE)) as crew:
         assert crew.results(dead=[2])[:2] == [(total([0, 1]), 1)] * 2
@@ -396,7 +402,7 @@ def raising_loop_on_rank(me, verbs, count):
 
 @pytest.mark.parametrize("count", [SMALL, LARGE], ids=["1KiB", "4MiB"])
 @pytest.mark.parametrize("verbs", [("all_reduce", "all_gather"), ("barrier", "all_to_all")])
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_raise_ends_one_call_on_all(transports, verbs, count):
     arguments = (verbs, count)
     with harness.starting(4, raising_loop_on_rank, *arguments, **over(transports, **RAISE)) as crew:
@@ -468,7 +474,7 @@ def dead_root_on_rank(me, count):
 
 
 @pytest.mark.parametrize("count", [SMALL, FEW])
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_dead_root(transports, count):
     with harness.starting(3, dead_root_on_rank, count, **over(transports)) as crew:
         crew.results(dead=[2])
@@ -508,7 +514,7 @@ def messages_on_rank(me, count):
 
 
 @pytest.mark.parametrize("count", [SMALL, FEW])
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_messages(transports, count):
     with harness.starting(3, messages_on_rank, count, **over(transports)) as crew:
         crew.results(dead=[2])
@@ -560,7 +566,7 @@ def groups_on_rank(me):
         assert tensor.item() == 2
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_groups_that_lost_nobody_see_nothing(transports):
     with harness.starting(4, groups_on_rank, **over(transports)) as crew:
         crew.results(dead=[3])
@@ -641,7 +647,7 @@ def stopped_on_rank(me, victim):
     return [(one.rank, one.kind) for one in seen]
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_a_stopped_rank_is_evicted(transports):
     victim = 2
     chosen = over(transports, MOONCAKE_FAILURE_TIMEOUT_MS=str(int(SHORT * 1000)))
@@ -740,7 +746,7 @@ def of_two_on_rank(me):
     return kind, text
 
 
-@pytest.mark.parametrize("transports", TRANSPORTS)
+@pytest.mark.parametrize("transports", WITH_DEVICE)
 def test_of_two_the_lower_has_lost_who_gave_up(transports):
     """Rank 1 may not go on without rank 0, which was only stopped: that is no clean leave."""
     limits = {"MOONCAKE_FAILURE_TIMEOUT_MS": str(int(SHORT * 1000)), **RAISE}
