@@ -8,7 +8,8 @@ namespace {
 bool areSame(const EngineEnv& a, const EngineEnv& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
-         a.crossMemoryAttach == b.crossMemoryAttach && a.simSeed == b.simSeed;
+         a.crossMemoryAttach == b.crossMemoryAttach && a.mapsDeviceMemory == b.mapsDeviceMemory &&
+         a.simSeed == b.simSeed;
 }
 
 class EngineEnvTest : public test::EnvTest<EngineEnv> {};
@@ -20,6 +21,7 @@ const test::Values kGood = {
     {"MOONCAKE_FAILURE_TIMEOUT_MS", "250"},
     {"MOONCAKE_TCP_CONNECTIONS", "8"},
     {"MOONCAKE_CMA", "0"},
+    {"MOONCAKE_CUDA_IPC", "1"},
     {"MOONCAKE_SIM_SEED", "7"},
 };
 
@@ -35,6 +37,7 @@ TEST_F(EngineEnvTest, ReadsTheValues) {
   EXPECT_EQ(env->failureTimeout, std::chrono::milliseconds(250));
   EXPECT_EQ(env->tcpConnections, 8u);
   EXPECT_FALSE(env->crossMemoryAttach);
+  EXPECT_TRUE(env->mapsDeviceMemory);
   EXPECT_EQ(env->simSeed, 7u);
 }
 
@@ -50,6 +53,7 @@ TEST_F(EngineEnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
   for (const char* value : {"3s", "-1", "9"}) expectRefused("MOONCAKE_FAILURE_TIMEOUT_MS", value);
   for (const char* value : {"0", "65"}) expectRefused("MOONCAKE_TCP_CONNECTIONS", value);
   expectRefused("MOONCAKE_CMA", "yes");
+  expectRefused("MOONCAKE_CUDA_IPC", "yes");
 }
 
 TEST_F(EngineEnvTest, AShortKeyIsRefusedAndStandsInNoMessage) {
