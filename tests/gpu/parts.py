@@ -114,7 +114,7 @@ PARTS: dict[str, list[Step]] = {
     # Tensors of the device through host memory: streams, losses, errors, messages.
     "device": [
         suites("streams", *files("device"), jobs=4),
-        suites("verdicts", *files("device_verdict", "device_errors"), jobs=4),
+        suites("verdicts", *files("device_verdict", "device_errors", "device_faults"), jobs=4),
         suites("pieces", *files("device_pieces"), jobs=4),
     ],
     "device-others": [
