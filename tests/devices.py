@@ -12,7 +12,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., object])
 
 VARIABLE = "TEST_DEVICE"
-# Layouts whose ranks have tensors of a device begin with "device".
+# Layouts with tensors of a device begin with "device".
 TESTED = os.environ.get(VARIABLE, "fake")  # the device of these layouts
 
 

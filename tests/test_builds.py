@@ -1,4 +1,4 @@
-"""What a build consists of: no library of CUDA is linked, the seam to accelerators knows base only,
+"""The parts of a build: no library of CUDA is linked, the seam to accelerators knows base only,
 and the extension works with kernels for GPUs in it and without."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ SHORT = 0.5  # a failure_timeout that has to pass in the test
 
 # Tensors of a device, by how their operations go.
 DEVICES = {"staged": {}, "by-kernels": {"MOONCAKE_PEER_BYTES": "16384"}}
-# Transports, and tensors of a device whose waits raise as those of CPU tensors do.
+# Transports, and tensors of a device with waits that raise as those of CPU tensors do.
 WITH_DEVICE = [*TRANSPORTS, pytest.param("device", marks=pytest.mark.ci)]
 
 

@@ -35,7 +35,7 @@ def crew(layout, crews):
 
 @pytest.fixture
 def on_the_host(layout):
-    """For tests of what is special about memory of the host."""
+    """For tests of memory of the host alone."""
     if layout.startswith("device"):
         pytest.skip("memory of a device is copied to the host within the call")
 

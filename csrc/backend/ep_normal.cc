@@ -21,7 +21,7 @@ std::vector<bool> flagsOf(const GroupRanks& ranks, int size) {
   return flags;
 }
 
-// `staging`: null for CPU tensors, whose values are read here.
+// `staging`: null for CPU tensors: their values are read here.
 void setParticipation(NormalRun& run, EpBuffer& buffer, Staging* staging,
                       const std::vector<bool>& among, const std::optional<at::Tensor>& activeRanks,
                       int64_t timeoutMicros) {

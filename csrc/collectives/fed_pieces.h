@@ -13,7 +13,7 @@
 
 namespace mooncake {
 
-// What a call does if a rank was lost between two of its pieces, so that it has one set of
+// The way of a call after a rank was lost between two of its pieces, so that it has one set of
 // contributors.
 enum class OnLoss {
   kGoOn,               // the data are those of the root alone, and each piece needs the root

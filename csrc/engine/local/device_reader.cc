@@ -170,7 +170,7 @@ uint64_t DeviceReader::look() {
       continue;
     }
     Accelerator& accelerator = *one.copy.owner.accelerator;
-    // A copy whose event cannot be asked may still run.
+    // A copy may still run if its event cannot be asked.
     if (!happened.ok()) (void)accelerator.synchronize(one.stream);
     one.isEnding = true;  // it stays in the list until its owner has been told
     lock.unlock();

@@ -53,7 +53,7 @@ TEST(CopyRowsTest, UsedRowsAreCopiedAndNoOthers) {
       {{-1, 9, 2}, 1, 3, 10, 0},           // counts beyond the rows
       {{1, 2, 3}, 1, 3, 6, 2},             // no address is a multiple of four
       {{20, 0, 11}, 1, 20, 4096, 0},       // several chunks
-      {{20, 0, 11}, 2, 20, 4096 - 12, 4},  // whose ends do not fit the units
+      {{20, 0, 11}, 2, 20, 4096 - 12, 4},  // their ends do not fit the units
   };
   for (uint64_t seed = 1; seed <= 3; ++seed)
     for (const Case& one : cases)

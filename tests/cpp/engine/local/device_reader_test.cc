@@ -15,7 +15,7 @@
 namespace mooncake::testing {
 namespace {
 
-// A device whose memory is the process's own. Its copies are done when the test lets them.
+// A device with the process's own memory. Its copies are done when the test lets them.
 class PatientDevice final : public Accelerator {
  public:
   std::atomic<bool> isOpen{true};  // copies happen
