@@ -230,10 +230,10 @@ def rank_of(rank, folder, size, gone):
                 results.append(tensor[0].item())
             except mb.PeerLostError as error:
                 results.append(str(error))
+        # The other survivor leaves after the last barrier, and is no active rank from then on.
+        found["active"] = mb.get_active_ranks(dist.group.WORLD).tolist()
+        found["kinds"] = [one.kind for one in mb.get_evidence(dist.group.WORLD)]
         dist.barrier()
-    world = dist.group.WORLD
-    found["active"] = mb.get_active_ranks(world).tolist()
-    found["kinds"] = [one.kind for one in mb.get_evidence(world)]
     dist.destroy_process_group()
     with open(f"{folder}/found-{rank}", "w") as file:
         json.dump(found, file)
