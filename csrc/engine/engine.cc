@@ -77,6 +77,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (!leases.ok()) return leases.error();
   engine->leases_ = std::move(*leases);
   engine->loop_ = std::move(*loop);
+  engine->messagePools_ =
+      std::make_unique<MessagePools>(*engine->loop_, engine->options_.env.peerMessages);
   std::vector<EventLoop*> dataLoops;
   for (size_t i = 0; i < engine->options_.dataThreads; ++i) {
     auto data = EventLoop::start("mooncake-data");
@@ -189,6 +191,7 @@ Engine::~Engine() {
   std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
   arena_->keepContents();
   transports_.clear();
+  messagePools_.reset();
   loop_.reset();
   for (Retired& retired : retired_) {
     for (RetiredMemory& memory : retired.memory) memory.region.abandon();

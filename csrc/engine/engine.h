@@ -19,6 +19,7 @@
 #include "engine/contract/evidence.h"
 #include "engine/contract/transport.h"
 #include "engine/env.h"
+#include "engine/local/message_pools.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
@@ -90,6 +91,7 @@ class Engine {
   LeaseTable& leases() { return *leases_; }
   RegionTable& regions() { return regions_; }
   EventLoop& loop() { return *loop_; }
+  MessagePools& messagePools() { return *messagePools_; }
 
   // Returns the address that a peer needs to connect to this engine, over all of its transports.
   Bytes endpoint() const;
@@ -243,7 +245,8 @@ class Engine {
   std::unique_ptr<Reconnector> reconnector_;           // the loop uses it until the loop ends
   std::vector<std::unique_ptr<EventLoop>> dataLoops_;  // go after the loop has stopped
   std::unique_ptr<EventLoop> loop_;
-  std::unique_ptr<Liveness> liveness_;  // the loop uses it until the loop ends
+  std::unique_ptr<MessagePools> messagePools_;  // go after the loop has stopped
+  std::unique_ptr<Liveness> liveness_;          // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;
 
   struct Retired {

@@ -62,6 +62,11 @@ constexpr EnvEntry<EngineEnv> kTable[] = {
     {{"MOONCAKE_CUDA_IPC", "0",
       "1: transfers between devices of processes of one host are copies by the device"},
      flagInto<&EngineEnv::mapsDeviceMemory>},
+    {{"MOONCAKE_PEER_MESSAGES", "0",
+      "Bytes of each device for messages to processes of this host, which map them, and as many "
+      "for "
+      "messages from these; 0: such messages take host memory"},
+     numberInto<&EngineEnv::peerMessages, 0, uint64_t(1) << 40>},
     {{"MOONCAKE_SIM_SEED", "1", "Seed of the faults and delays of transport sim"},
      numberInto<&EngineEnv::simSeed, 0, UINT64_MAX>},
 };

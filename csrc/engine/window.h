@@ -54,6 +54,11 @@ class Window {
     const auto& peer = members_[rank].peer;
     return peer && !members_[rank].mapped && peer->channel->hasCards();
   }
+  // Returns whether memory of devices is mapped, here and at the rank: Channel::mapsDevices().
+  bool mapsDevices(int rank) const {
+    const auto& peer = members_[rank].peer;
+    return peer && peer->channel->mapsDevices();
+  }
   // Load and store reach every part, so data that a member published outlives the member.
   bool fullyMapped() const { return fullyMapped_; }
 
@@ -70,8 +75,9 @@ class Window {
                std::span<const std::byte> data, Signal signal, Completion& completion) const;
   // Puts into any part: by a store where load and store reach it, else by put().
   Status place(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
+  // `owner`: the device that owns the target.
   Status get(int rank, const RemoteRegion& region, uint64_t offset, std::span<std::byte> target,
-             Completion& completion) const;
+             Completion& completion, const MemoryOwner& owner = {}) const;
   Status get(int rank, std::span<const GetRequest> requests) const;
   // Cancels the gets and writes that count at this completion; all have ended when this returns.
   void cancel(const Completion& completion) const;

@@ -52,6 +52,9 @@ class Channel {
   // Returns whether network cards move bytes by themselves between long-lived memory here and
   // there. If so, copying large data into such memory is cheaper than sending it in packets.
   virtual bool hasCards() const { return false; }
+  // Returns whether both ends map memory of devices that the other registers, where a device can.
+  // Constant for the channel's life.
+  virtual bool mapsDevices() const { return false; }
   // Shows the peer that we live, unless other traffic has done so since the last call. Waits
   // for no lock.
   virtual void beat() {}

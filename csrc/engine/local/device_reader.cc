@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "device/peer_memory.h"
 
 namespace mooncake {
 namespace {
@@ -19,10 +20,32 @@ constexpr size_t kMostMappings = 4096;
 
 class DeviceReader::Mapping {
  public:
-  Mapping(Accelerator& accelerator, std::span<std::byte> memory)
-      : accelerator_(accelerator), memory_(memory) {}
+  // Maps the whole allocation, as other regions may lie in it. `descriptor`: of offered memory.
+  static Result<std::shared_ptr<const Mapping>> make(const ExportedMemory& memory,
+                                                     const MemoryOwner& owner,
+                                                     const Fd* descriptor) {
+    Accelerator& accelerator = *owner.accelerator;
+    const size_t bytes = memory.offset + memory.bytes;
+    if (descriptor) {
+      PeerMemory* const shared = accelerator.peerMemory();
+      if (!shared) return Error{ErrorCode::kUnsupported, "the device shares no memory"};
+      const auto mapped = shared->mapShared(*descriptor, bytes, owner.device);
+      if (!mapped.ok()) return mapped.error();
+      return std::make_shared<const Mapping>(accelerator, *mapped, true);
+    }
+    const auto mapped = accelerator.importMemory(
+        {.handle = memory.handle, .allocation = memory.allocation, .offset = 0, .bytes = bytes},
+        owner.device);
+    if (!mapped.ok()) return mapped.error();
+    return std::make_shared<const Mapping>(
+        accelerator, std::span(static_cast<std::byte*>(*mapped), bytes), false);
+  }
+  Mapping(Accelerator& accelerator, std::span<std::byte> memory, bool isOffered)
+      : accelerator_(accelerator), memory_(memory), isOffered_(isOffered) {}
   ~Mapping() {
-    if (const Status closed = accelerator_.closeMemory(memory_.data()); !closed.ok())
+    const Status closed = isOffered_ ? accelerator_.peerMemory()->unmapShared(memory_)
+                                     : accelerator_.closeMemory(memory_.data());
+    if (!closed.ok())
       log(LogLevel::kWarning, "shm", "a peer's memory stays mapped: ", closed.error().message);
   }
   Mapping(const Mapping&) = delete;
@@ -32,10 +55,13 @@ class DeviceReader::Mapping {
  private:
   Accelerator& accelerator_;
   const std::span<std::byte> memory_;  // the allocation
+  const bool isOffered_;
 };
 
 DeviceReader::DeviceReader(Peer peer, EventLoop& loop)
-    : peer_(std::move(peer)), watch_(loop, [this] { return look(); }) {}
+    : peer_(std::move(peer)),
+      watch_(loop, [this] { return look(); }),
+      coming_(std::make_shared<ComingMappings>(loop)) {}
 
 DeviceReader::~DeviceReader() = default;
 
@@ -47,48 +73,68 @@ const DeviceExports& DeviceReader::exports() const {
   return *reinterpret_cast<const DeviceExports*>(peer_.arena->base() + peer_.exports);
 }
 
-Result<DeviceReader::Place> DeviceReader::find(const RemoteRegion& region,
-                                               const MemoryOwner& owner) {
+Result<ExportedMemory> DeviceReader::exportOf(const RemoteRegion& region) const {
   const Error isNotShared{ErrorCode::kUnsupported, "the peer does not share this memory"};
   const auto entry = mirror().exportOf(region.key);
   if (!entry) return isNotShared;
-  const ExportedMemory memory = exports().read(*entry);
+  ExportedMemory memory = exports().read(*entry);
   if (!mirror().exportOf(region.key))
     return Error{ErrorCode::kRefused, "the peer has unregistered the memory"};
   if (memory.bytes < region.bytes || memory.offset + memory.bytes < memory.offset)
     return isNotShared;
+  if (!memory.isOffered && !peer_.mapsHandles) return isNotShared;
+  return memory;
+}
+
+Result<DeviceReader::Place> DeviceReader::find(const RemoteRegion& region,
+                                               const MemoryOwner& owner) {
+  const auto memory = exportOf(region);
+  if (!memory.ok()) return memory.error();
+  const Error isNotShared{ErrorCode::kUnsupported, "the peer does not share this memory"};
   std::lock_guard lock(mapMutex_);
-  const Key key{memory.handle, memory.allocation, owner.accelerator, owner.device};
+  const MappingKey key{memory->handle, memory->allocation, owner.accelerator, owner.device};
   auto found = known_.find(key);
   if (found == known_.end()) {
     forgetRevoked();
     if (known_.size() >= kMostMappings) return isNotShared;
-    auto mapping = map(memory, owner);
-    if (!mapping.ok()) {
-      log(LogLevel::kWarning, "shm", "memory of a peer's device cannot be mapped for device ",
-          owner.device, ", and goes through pinned buffers: ", mapping.error().message);
-    }
-    found = known_.emplace(key, Known{mapping.ok() ? *mapping : nullptr, {}}).first;
+    if (memory->isOffered) return Error{ErrorCode::kInterrupted, "the memory is not here yet"};
+    keep(key, Mapping::make(*memory, owner, nullptr));
+    found = known_.find(key);
   }
   Known& known = found->second;
   if (known.regions.size() > 64)
     std::erase_if(known.regions, [&](uint64_t one) { return !mirror().exportOf(one); });
   known.regions.insert(region.key);
-  if (!known.mapping || known.mapping->memory().size() < memory.offset + region.bytes)
+  if (!known.mapping || known.mapping->memory().size() < memory->offset + region.bytes)
     return isNotShared;
-  return Place{known.mapping, known.mapping->memory().data() + memory.offset};
+  return Place{known.mapping, known.mapping->memory().data() + memory->offset};
 }
 
-// The whole allocation, as other regions may lie in it.
-Result<std::shared_ptr<const DeviceReader::Mapping>> DeviceReader::map(
-    const ExportedMemory& memory, const MemoryOwner& owner) const {
-  const size_t bytes = memory.offset + memory.bytes;
-  const auto mapped = owner.accelerator->importMemory(
-      {.handle = memory.handle, .allocation = memory.allocation, .offset = 0, .bytes = bytes},
-      owner.device);
-  if (!mapped.ok()) return mapped.error();
-  return std::make_shared<const Mapping>(*owner.accelerator,
-                                         std::span(static_cast<std::byte*>(*mapped), bytes));
+void DeviceReader::whenMapped(const RemoteRegion& region, const MemoryOwner& owner,
+                              const Completion* completion, Then then) {
+  const auto memory = exportOf(region);
+  if (!memory.ok()) return then(memory.error());
+  coming_->add(
+      {*memory, owner}, completion,
+      [weak = weak_from_this()](const auto& wanted, const Fd& descriptor) {
+        if (const auto self = weak.lock()) self->mapOffered(wanted, descriptor);
+      },
+      std::move(then));
+}
+
+void DeviceReader::mapOffered(const ComingMappings::Wanted& wanted, const Fd& descriptor) {
+  std::lock_guard lock(mapMutex_);
+  if (!known_.contains(wanted.key()))
+    keep(wanted.key(), Mapping::make(wanted.memory, wanted.owner, &descriptor));
+}
+
+// Under mapMutex_. A mapping that cannot be made is not tried again.
+void DeviceReader::keep(const MappingKey& key, Result<std::shared_ptr<const Mapping>> mapping) {
+  if (!mapping.ok()) {
+    log(LogLevel::kWarning, "shm", "memory of a peer's device cannot be mapped for device ",
+        std::get<int>(key), ", and goes through pinned buffers: ", mapping.error().message);
+  }
+  known_.emplace(key, Known{mapping.ok() ? *mapping : nullptr, {}});
 }
 
 // A copy under way keeps its mapping.
@@ -187,6 +233,7 @@ uint64_t DeviceReader::look() {
 }
 
 void DeviceReader::await(const Completion* completion) {
+  coming_->await(completion);
   for (;;) {
     (void)look();
     {
@@ -200,6 +247,7 @@ void DeviceReader::await(const Completion* completion) {
 }
 
 void DeviceReader::close() {
+  coming_->close();
   {
     std::lock_guard lock(mutex_);
     isClosed_ = true;

@@ -10,12 +10,11 @@
 #include <mutex>
 #include <set>
 #include <span>
-#include <string>
-#include <tuple>
 #include <vector>
 
 #include "device/memory_owner.h"
 #include "engine/contract/transfer.h"
+#include "engine/local/coming_mappings.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/device_exports.h"
 #include "engine/memory/region_table.h"
@@ -30,8 +29,9 @@ class DeviceReader : public std::enable_shared_from_this<DeviceReader> {
  public:
   struct Peer {
     std::shared_ptr<ArenaMapping> arena;
-    uint64_t mirror = 0;   // offset of its RegionMirror
-    uint64_t exports = 0;  // of its DeviceExports
+    uint64_t mirror = 0;      // offset of its RegionMirror
+    uint64_t exports = 0;     // of its DeviceExports
+    bool mapsHandles = true;  // the accelerator's own, besides offered memory
   };
   // `loop` looks for the ends of copies.
   DeviceReader(Peer peer, EventLoop& loop);
@@ -47,7 +47,13 @@ class DeviceReader : public std::enable_shared_from_this<DeviceReader> {
   };
   // Maps the region for a device, if that was not done before: this may take the driver milliseconds.
   // kUnsupported: it cannot be mapped, or not for this device. kRefused: the peer has no such region.
+  // kInterrupted: the peer has to hand the memory over first, see whenMapped().
   Result<Place> find(const RemoteRegion& region, const MemoryOwner& owner);
+  // Calls `then` once, without a lock, on the loop's thread or one that waits here. Ok: find() has
+  // another answer now. kUnsupported: the memory does not come. kAborted: from await() or close().
+  using Then = ComingMappings::Then;
+  void whenMapped(const RemoteRegion& region, const MemoryOwner& owner,
+                  const Completion* completion, Then then);
 
   struct Copy {
     Place from;
@@ -62,13 +68,13 @@ class DeviceReader : public std::enable_shared_from_this<DeviceReader> {
   // lock. If the copy cannot begin, it is called at once.
   void begin(Copy copy);
 
-  // Returns when no copy that counts at the completion is under way.
+  // Returns when no copy that counts at the completion is under way. Ends those that wait for their
+  // memory.
   void await(const Completion* completion);
   // Waits for all copies, and unmaps. No copy begins afterwards.
   void close();
 
  private:
-  using Key = std::tuple<std::string, uint64_t, Accelerator*, int>;  // handle, allocation, device
   struct Known {
     std::shared_ptr<const Mapping> mapping;  // null: it cannot be mapped
     std::set<uint64_t> regions;              // keys
@@ -86,16 +92,18 @@ class DeviceReader : public std::enable_shared_from_this<DeviceReader> {
 
   const RegionMirror& mirror() const;
   const DeviceExports& exports() const;
-  Result<std::shared_ptr<const Mapping>> map(const ExportedMemory& memory,
-                                             const MemoryOwner& owner) const;
+  Result<ExportedMemory> exportOf(const RemoteRegion& region) const;
+  void mapOffered(const ComingMappings::Wanted& wanted, const Fd& descriptor);
+  void keep(const MappingKey& key, Result<std::shared_ptr<const Mapping>> mapping);
   void forgetRevoked();
   Status enqueue(UnderWay& copy);
   uint64_t look();
 
   const Peer peer_;
   CopyWatch watch_;
+  const std::shared_ptr<ComingMappings> coming_;
   std::mutex mapMutex_;  // guards known_. Held while the driver maps
-  std::map<Key, Known> known_;
+  std::map<MappingKey, Known> known_;
   std::mutex mutex_;  // guards the fields below
   std::map<std::pair<Accelerator*, int>, Device> devices_;
   std::list<UnderWay> underWay_;

@@ -135,6 +135,7 @@ Status LocalChannel::getFromDevice(const GetRequest& request) {
   if (!request.owner || !peer_.devices || !isOfDevice(request.region)) return stream_->get(request);
   auto place = peer_.devices->find(request.region, request.owner);
   if (!place.ok()) {
+    if (place.error().code == ErrorCode::kInterrupted) return getLater(request);
     if (place.error().code == ErrorCode::kUnsupported) return stream_->get(request);
     return place.status();
   }
@@ -150,6 +151,21 @@ Status LocalChannel::getFromDevice(const GetRequest& request) {
                           how.ok() ? completion->end(permission(key, kRemoteRead))
                                    : completion->end(how.error());
                         }});
+  return {};
+}
+
+// When the peer has handed its memory over, or does not.
+Status LocalChannel::getLater(const GetRequest& request) {
+  request.completion->begin();
+  peer_.devices->whenMapped(request.region, request.owner, request.completion,
+                            [this, request](const Status& how) {
+                              Status begun = how;
+                              if (how.ok()) begun = getFromDevice(request);
+                              if (how.code() == ErrorCode::kUnsupported)
+                                begun = stream_->get(request);
+                              begun.ok() ? request.completion->end(ErrorCode::kOk)
+                                         : request.completion->end(begun.error());
+                            });
   return {};
 }
 

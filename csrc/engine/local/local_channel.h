@@ -56,6 +56,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   PeerLife peerLife() const override;
   const std::atomic<uint32_t>* fenceWord() const override;
   void peerExited(const Error& why) override;
+  bool mapsDevices() const override { return peer_.devices != nullptr; }
   Status put(const PutRequest& request) override;
   using Channel::write;
   Status get(const GetRequest& request) override;
@@ -78,6 +79,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   Status getShared(std::span<const GetRequest> requests);
   Status end(const GetRequest& request, ErrorCode code);
   Status getFromDevice(const GetRequest& request);
+  Status getLater(const GetRequest& request);
   ErrorCode writeHere(const WriteRequest& request, std::byte* region,
                       const DirectTransfers::Running& running);
   ErrorCode writePieces(const WriteRequest& request, std::byte* region,

@@ -61,7 +61,8 @@ class LocalTransport::Core : public std::enable_shared_from_this<Core> {
     std::shared_ptr<DeviceReader> devices;
     if (exports_ != 0 && offer.exports != 0) {
       devices = std::make_shared<DeviceReader>(
-          DeviceReader::Peer{arena, offer.mirror, offer.exports}, context_.loop);
+          DeviceReader::Peer{arena, offer.mirror, offer.exports, context_.env.mapsDeviceMemory},
+          context_.loop);
     }
     std::lock_guard lock(mutex_);
     if (stopped_) return Error{ErrorCode::kAborted, "the transport is shut down"};
@@ -272,8 +273,8 @@ Result<std::unique_ptr<Transport>> LocalTransport::create(const TransportContext
   const auto mirror = context.regions.mirrorIn(context.arena);
   if (!mirror.ok()) return mirror.error();
   uint64_t exports = 0;
-  if (context.env.mapsDeviceMemory) {
-    const auto exported = context.regions.exportIn(context.arena);
+  if (context.env.mapsDeviceMemory || context.env.peerMessages != 0) {
+    const auto exported = context.regions.exportIn(context.arena, context.env.mapsDeviceMemory);
     if (!exported.ok()) return exported.error();
     exports = *exported;
   }

@@ -18,6 +18,7 @@ void DeviceExports::write(size_t entry, const ExportedMemory& memory) {
   slot.allocation.store(memory.allocation, std::memory_order_release);
   slot.offset.store(memory.offset, std::memory_order_release);
   slot.bytes.store(memory.bytes, std::memory_order_release);
+  slot.isOffered.store(memory.isOffered ? 1 : 0, std::memory_order_release);
 }
 
 ExportedMemory DeviceExports::read(size_t entry) const {
@@ -30,7 +31,8 @@ ExportedMemory DeviceExports::read(size_t entry) const {
   return {.handle = std::string(reinterpret_cast<const char*>(words.data()), size),
           .allocation = slot.allocation.load(std::memory_order_acquire),
           .offset = slot.offset.load(std::memory_order_acquire),
-          .bytes = slot.bytes.load(std::memory_order_acquire)};
+          .bytes = slot.bytes.load(std::memory_order_acquire),
+          .isOffered = slot.isOffered.load(std::memory_order_acquire) != 0};
 }
 
 }  // namespace mooncake

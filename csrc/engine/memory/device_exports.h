@@ -23,7 +23,7 @@ class DeviceExports {
 
  private:
   struct Slot {
-    std::atomic<uint64_t> handleBytes, allocation, offset, bytes;
+    std::atomic<uint64_t> handleBytes, allocation, offset, bytes, isOffered;
     std::array<std::atomic<uint64_t>, kMostHandleBytes / sizeof(uint64_t)> handle;
   };
   std::array<Slot, kRegionCapacity> slots_;

@@ -55,7 +55,20 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
     return Error{ErrorCode::kInvalidArgument,
                  "memory to register must not be null and must not wrap around"};
   }
-  const auto exported = this->exported(address, bytes, owner);
+  return insert({static_cast<std::byte*>(address), bytes}, rights, owner,
+                this->exported(address, bytes, owner));
+}
+
+Result<MemoryRegion> RegionTable::addOffered(std::span<std::byte> memory, const MemoryOwner& owner,
+                                             const ExportedMemory& offer) {
+  if (!exports_.load(std::memory_order_acquire))
+    return insert(memory, kRemoteRead | kOfDevice, owner, std::nullopt);
+  return insert(memory, kRemoteRead | kOfDevice, owner, offer);
+}
+
+Result<MemoryRegion> RegionTable::insert(std::span<std::byte> memory, uint32_t rights,
+                                         MemoryOwner owner,
+                                         const std::optional<ExportedMemory>& exported) {
   if (exported) rights |= kExported;
   std::unique_lock lock(mutex_);
   if (freeEntries_.empty()) {
@@ -75,8 +88,8 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
   freeEntries_.pop_back();
   Entry& entry = this->entry(index);
   const uint64_t generation = generationOf(entry.word.load(std::memory_order_relaxed)) + 1;
-  entry.address = static_cast<std::byte*>(address);
-  entry.bytes = bytes;
+  entry.address = memory.data();
+  entry.bytes = memory.size();
   entry.rights = rights;
   entry.owner = owner;
   if (exported) exports_.load(std::memory_order_relaxed)->write(index, *exported);
@@ -87,10 +100,11 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
   const uint64_t key = generation << 32 | (index + 1);
   if ((rights & kLasting) != 0) {
     std::shared_lock watching(watchersMutex_);
-    for (RegionWatcher* watcher : watchers_)
-      watcher->onAdded(key, {static_cast<std::byte*>(address), bytes}, rights);
+    for (RegionWatcher* watcher : watchers_) watcher->onAdded(key, memory, rights);
   }
-  return MemoryRegion(this, {.address = start, .bytes = bytes, .key = key});
+  return MemoryRegion(
+      this,
+      {.address = reinterpret_cast<uintptr_t>(memory.data()), .bytes = memory.size(), .key = key});
 }
 
 RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes, uint32_t right) {
@@ -179,8 +193,9 @@ Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
   return mirror_.offset();
 }
 
-Result<uint64_t> RegionTable::exportIn(Arena& arena) {
+Result<uint64_t> RegionTable::exportIn(Arena& arena, bool all) {
   std::lock_guard lock(mutex_);
+  if (all) exportsAll_ = true;
   if (exported_) return exported_.offset();
   auto block = arena.allocate(sizeof(DeviceExports));  // zeros
   if (!block.ok()) return block.error();
@@ -192,7 +207,7 @@ Result<uint64_t> RegionTable::exportIn(Arena& arena) {
 // Without the lock: a driver is asked.
 std::optional<ExportedMemory> RegionTable::exported(void* address, size_t bytes,
                                                     const MemoryOwner& owner) {
-  if (!owner || !exports_.load(std::memory_order_acquire)) return std::nullopt;
+  if (!owner || !exportsAll_ || !exports_.load(std::memory_order_acquire)) return std::nullopt;
   auto memory = owner.accelerator->exportMemory(address);
   if (memory.ok() && memory->bytes >= bytes &&
       memory->handle.size() <= DeviceExports::kMostHandleBytes)

@@ -115,6 +115,10 @@ class RegionTable {
 
   // kExhausted: every entry is taken.
   Result<MemoryRegion> add(void* address, size_t bytes, uint32_t rights, MemoryOwner owner = {});
+  // Adds memory of a device that DescriptorOffers offers, for peers to read. Asks no driver. The same
+  // error.
+  Result<MemoryRegion> addOffered(std::span<std::byte> memory, const MemoryOwner& owner,
+                                  const ExportedMemory& offer);
 
   // Holds a range of a region open until it is destroyed.
   class Use {
@@ -147,9 +151,10 @@ class RegionTable {
   // Keeps a mirror in the arena from now on. Returns its offset, always the same one. The arena
   // outlives the table.
   Result<uint64_t> mirrorIn(Arena& arena);
-  // Lets peers of the host map memory of devices that is registered from now on. Returns the offset
-  // of DeviceExports in the arena, always the same one.
-  Result<uint64_t> exportIn(Arena& arena);
+  // Lets peers of the host map memory of devices that is registered from now on: that of
+  // addOffered(), and with `all` every other, too. Returns the offset of DeviceExports in the arena,
+  // always the same one.
+  Result<uint64_t> exportIn(Arena& arena, bool all);
 
   // Tells the watcher about long-lived regions from now on, on the threads that add and revoke.
   // unwatch() waits for calls under way.
@@ -176,13 +181,16 @@ class RegionTable {
   void revoke(uint64_t key);
   void release(size_t entry);
   void mirror(size_t entry, uint64_t word);
+  Result<MemoryRegion> insert(std::span<std::byte> memory, uint32_t rights, MemoryOwner owner,
+                              const std::optional<ExportedMemory>& exported);
   std::optional<ExportedMemory> exported(void* address, size_t bytes, const MemoryOwner& owner);
 
   std::array<std::atomic<Block*>, kCapacity / kBlockEntries> blocks_{};
   std::atomic<size_t> made_{0};  // number of entries in blocks
   std::atomic<uint64_t> refusals_{0};
   std::atomic<DeviceExports*> exports_{nullptr};  // in exported_
-  std::shared_mutex watchersMutex_;               // guards watchers_, and keeps them alive in calls
+  std::atomic<bool> exportsAll_{false};
+  std::shared_mutex watchersMutex_;  // guards watchers_, and keeps them alive in calls
   std::vector<RegionWatcher*> watchers_;
   Doorbell unused_;   // rung when the last user of a closed entry has left
   std::mutex mutex_;  // guards the fields below, and adding and closing entries

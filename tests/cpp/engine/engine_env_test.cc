@@ -9,7 +9,7 @@ bool areSame(const EngineEnv& a, const EngineEnv& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.crossMemoryAttach == b.crossMemoryAttach && a.mapsDeviceMemory == b.mapsDeviceMemory &&
-         a.simSeed == b.simSeed;
+         a.peerMessages == b.peerMessages && a.simSeed == b.simSeed;
 }
 
 class EngineEnvTest : public test::EnvTest<EngineEnv> {};
@@ -22,6 +22,7 @@ const test::Values kGood = {
     {"MOONCAKE_TCP_CONNECTIONS", "8"},
     {"MOONCAKE_CMA", "0"},
     {"MOONCAKE_CUDA_IPC", "1"},
+    {"MOONCAKE_PEER_MESSAGES", "1048576"},
     {"MOONCAKE_SIM_SEED", "7"},
 };
 
@@ -38,6 +39,7 @@ TEST_F(EngineEnvTest, ReadsTheValues) {
   EXPECT_EQ(env->tcpConnections, 8u);
   EXPECT_FALSE(env->crossMemoryAttach);
   EXPECT_TRUE(env->mapsDeviceMemory);
+  EXPECT_EQ(env->peerMessages, size_t{1} << 20);
   EXPECT_EQ(env->simSeed, 7u);
 }
 
@@ -54,6 +56,7 @@ TEST_F(EngineEnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
   for (const char* value : {"0", "65"}) expectRefused("MOONCAKE_TCP_CONNECTIONS", value);
   expectRefused("MOONCAKE_CMA", "yes");
   expectRefused("MOONCAKE_CUDA_IPC", "yes");
+  expectRefused("MOONCAKE_PEER_MESSAGES", "1M");
 }
 
 TEST_F(EngineEnvTest, AShortKeyIsRefusedAndStandsInNoMessage) {

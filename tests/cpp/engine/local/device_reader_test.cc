@@ -10,6 +10,7 @@
 
 #include "device/kernel_launch.h"
 #include "device/peer_memory.h"
+#include "engine/local/descriptor_offers.h"
 #include "engine_side.h"
 
 namespace mooncake::testing {
@@ -66,7 +67,29 @@ class PatientDevice final : public Accelerator {
   Status prepareKernels(int) override { return none(); }
   Result<KernelRoom> roomFor(const KernelLaunch&, int) override { return none(); }
   Status launch(DeviceStream, const KernelLaunch&) override { return none(); }
-  PeerMemory* peerMemory() override { return nullptr; }
+  PeerMemory* peerMemory() override { return &shared; }
+
+  // Of memory that is offered. A descriptor stands for `offered`.
+  class Shared final : public PeerMemory {
+   public:
+    std::span<std::byte> offered;
+    std::atomic<int> maps{0}, unmaps{0};
+    Status mapResult;
+
+    Status checkSharing(int) override { return none(); }
+    Result<Allocation> allocateShared(int, size_t) override { return none(); }
+    Result<std::span<std::byte>> mapShared(const Fd&, size_t bytes, int) override {
+      ++maps;
+      EXPECT_EQ(bytes, offered.size());
+      if (!mapResult.ok()) return mapResult.error();
+      return offered;
+    }
+    Status unmapShared(std::span<std::byte>) override {
+      ++unmaps;
+      return {};
+    }
+    Result<bool> canAccessPeer(int, int) override { return none(); }
+  } shared;
 
   static constexpr size_t kRegionBytes = 4096;
 
@@ -106,7 +129,7 @@ class DeviceReaderTest : public ::testing::Test {
     loop_ = std::move(*EventLoop::start("test"));
     arena_ = std::move(*Arena::create(64 << 20));
     const uint64_t mirror = *regions_.mirrorIn(*arena_);
-    const uint64_t exports = *regions_.exportIn(*arena_);
+    const uint64_t exports = *regions_.exportIn(*arena_, true);
     Fd again(::dup(arena_->fd()));
     auto mapping = ArenaMapping::map(std::move(again), arena_->capacity());
     ASSERT_TRUE(mapping.ok());
@@ -255,6 +278,122 @@ TEST_F(DeviceReaderTest, ACopyThatCannotBeginSaysSo) {
   device_.copyResult = {};
   EXPECT_EQ(read(region.remote(), target).get(), ErrorCode::kOk);
   EXPECT_EQ(target, source);
+}
+
+class OfferedMemoryTest : public DeviceReaderTest {
+ protected:
+  void SetUp() override {
+    DeviceReaderTest::SetUp();
+    owners_ = std::move(*EventLoop::start("owner"));
+    offers_ = std::move(*DescriptorOffers::start(*owners_));
+    number_ = offers_->add(Fd(::dup(arena_->fd())));
+    device_.shared.offered = memory_;
+  }
+  void TearDown() override {
+    DeviceReaderTest::TearDown();
+    owners_->stop();
+    offers_.reset();
+  }
+  // A region in the second half of the offered memory.
+  MemoryRegion offer() {
+    return std::move(*regions_.addOffered(std::span(memory_).subspan(kBytes), owner_,
+                                          {.handle = offers_->handle(),
+                                           .allocation = number_,
+                                           .offset = kBytes,
+                                           .bytes = kBytes,
+                                           .isOffered = true}));
+  }
+  std::future<ErrorCode> mapped(const RemoteRegion& region,
+                                const Completion* completion = nullptr) {
+    auto done = std::make_shared<std::promise<ErrorCode>>();
+    reader_->whenMapped(region, owner_, completion,
+                        [done](const Status& how) { done->set_value(how.code()); });
+    return done->get_future();
+  }
+  // Holds the loop on which the owner hands its memory over.
+  void holdOwner() {
+    owners_->post([this] { goesOn_.get_future().wait(); });
+  }
+
+  Bytes memory_ = pattern(2 * kBytes, 3);
+  std::unique_ptr<EventLoop> owners_;
+  std::unique_ptr<DescriptorOffers> offers_;
+  uint64_t number_ = 0;
+  std::promise<void> goesOn_;
+};
+
+TEST_F(OfferedMemoryTest, IsMappedOnceWhenTheOwnerHasHandedItOver) {
+  MemoryRegion region = offer();
+  EXPECT_EQ(findCode(region.remote()), ErrorCode::kInterrupted);
+  auto first = mapped(region.remote()), second = mapped(region.remote());
+  EXPECT_EQ(first.get(), ErrorCode::kOk);
+  EXPECT_EQ(second.get(), ErrorCode::kOk);
+  Bytes target(kBytes);
+  EXPECT_EQ(read(region.remote(), target).get(), ErrorCode::kOk);
+  EXPECT_TRUE(std::ranges::equal(target, std::span(memory_).subspan(kBytes)));
+  region = offer();
+  EXPECT_EQ(read(region.remote(), target).get(), ErrorCode::kOk);
+  EXPECT_EQ(device_.shared.maps, 1);
+  EXPECT_EQ(device_.imports, 0);
+  reader_->close();
+  EXPECT_EQ(device_.shared.unmaps, 1);
+}
+
+TEST_F(OfferedMemoryTest, MemoryThatDoesNotComeIsAskedForAgain) {
+  const MemoryRegion region = offer();
+  number_ += 7;
+  const MemoryRegion unknown = offer();
+  EXPECT_EQ(mapped(unknown.remote()).get(), ErrorCode::kUnsupported);
+  EXPECT_EQ(findCode(unknown.remote()), ErrorCode::kInterrupted);
+  EXPECT_EQ(mapped(region.remote()).get(), ErrorCode::kOk);
+  EXPECT_EQ(device_.shared.maps, 1);
+}
+
+TEST_F(OfferedMemoryTest, MemoryThatCannotBeMappedIsTriedOnce) {
+  const MemoryRegion region = offer();
+  device_.shared.mapResult = {ErrorCode::kUnsupported, "no peer access"};
+  EXPECT_EQ(mapped(region.remote()).get(), ErrorCode::kOk);
+  EXPECT_EQ(findCode(region.remote()), ErrorCode::kUnsupported);
+  EXPECT_EQ(findCode(region.remote()), ErrorCode::kUnsupported);
+  EXPECT_EQ(device_.shared.maps, 1);
+}
+
+TEST_F(OfferedMemoryTest, ACancelledGetDoesNotWaitForTheOwner) {
+  const MemoryRegion region = offer();
+  Completion one(&bell_), other(&bell_);
+  holdOwner();
+  auto first = mapped(region.remote(), &one), second = mapped(region.remote(), &other);
+  reader_->await(&one);
+  EXPECT_EQ(first.get(), ErrorCode::kAborted);
+  EXPECT_EQ(second.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  goesOn_.set_value();
+  EXPECT_EQ(second.get(), ErrorCode::kOk);
+}
+
+TEST_F(OfferedMemoryTest, AReaderThatClosesDoesNotWaitForTheOwner) {
+  const MemoryRegion region = offer();
+  holdOwner();
+  auto first = mapped(region.remote());
+  reader_->close();
+  EXPECT_EQ(first.get(), ErrorCode::kAborted);
+  EXPECT_EQ(mapped(region.remote()).get(), ErrorCode::kAborted);
+  goesOn_.set_value();
+  EXPECT_EQ(device_.shared.maps, 0);
+}
+
+TEST_F(OfferedMemoryTest, AReaderMayMapOfferedMemoryOnly) {
+  Bytes source = pattern(kBytes, 1);
+  reader_->close();
+  Fd again(::dup(arena_->fd()));
+  reader_ = std::make_shared<DeviceReader>(
+      DeviceReader::Peer{std::move(*ArenaMapping::map(std::move(again), arena_->capacity())),
+                         *regions_.mirrorIn(*arena_), *regions_.exportIn(*arena_, true), false},
+      *loop_);
+  const MemoryRegion ofHandle = share(source), region = offer();
+  EXPECT_EQ(findCode(ofHandle.remote()), ErrorCode::kUnsupported);
+  EXPECT_EQ(mapped(region.remote()).get(), ErrorCode::kOk);
+  EXPECT_EQ(findCode(region.remote()), ErrorCode::kOk);
+  EXPECT_EQ(device_.imports, 0);
 }
 
 }  // namespace
