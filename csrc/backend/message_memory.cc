@@ -20,6 +20,7 @@ MessageMemory::~MessageMemory() {
 }
 
 void MessageMemory::clear() const {
+  if (!tensor_.is_cpu()) return;
   const PlainWrites plain(tensor_);
   tensor_.zero_();
 }

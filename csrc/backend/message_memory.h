@@ -24,7 +24,8 @@ class MessageMemory {
   // True: the bytes are in a buffer beside the tensor, and a receive copies them back.
   bool isCopy() const { return flat_.isCopy(); }
   void copyBack() const { flat_.copyBack(); }
-  // Fills the tensor with zeros.
+  // Fills the tensor with zeros, unless it is a device's: its MessageStaging does that in the order of
+  // a stream.
   void clear() const;
   // Drops the tensors on this thread, which may wait for Python's lock. For the only holder.
   void drop();

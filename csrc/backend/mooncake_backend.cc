@@ -404,12 +404,16 @@ c10::intrusive_ptr<MessageWork> MooncakeBackend::start(
   const Profile profile = profileOf(options_.name, type, memory->tensor());
   PointToPoint& messages = messages_->messages();
   PointToPoint::HasData hasData;
-  if (staging) hasData = [staging] { return staging->hasData(); };
-  auto message =
-      type == c10d::OpType::SEND
-          ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key), memory,
-                          std::move(hasData))
-          : messages.receive(memory->place(), peer, uint32_t(tag), until, tellingOf(key), memory);
+  MessageDevice device;
+  if (staging) {
+    hasData = [staging] { return staging->hasData(); };
+    device = staging->device();
+  }
+  auto message = type == c10d::OpType::SEND
+                     ? messages.send(memory->bytes(), peer, uint32_t(tag), until, tellingOf(key),
+                                     memory, std::move(hasData), std::move(device))
+                     : messages.receive(memory->place(), peer, uint32_t(tag), until, tellingOf(key),
+                                        memory, std::move(device));
   auto work = c10::make_intrusive<MessageWork>(rank_, options_.capacity, type, messages_, message,
                                                memory, profile, key);
   if (staging) settleWhenFinished(work, staging);
@@ -448,7 +452,7 @@ MooncakeBackend::WorkPtr MooncakeBackend::post(c10d::OpType type, std::vector<at
   const auto staging = std::static_pointer_cast<MessageStaging>(Staging::takeCurrent());
   return withinBatch([&]() -> WorkPtr {
     checkMessage(type, tensors, peer, tag);
-    throwIfError(checkTensor(tensors[0], "the tensor of a message"));
+    if (!staging) throwIfError(checkTensor(tensors[0], "the tensor of a message"));
     if (const auto batch = coalescing_.current()) {
       return Coalescing::keep(
           batch, rank_,

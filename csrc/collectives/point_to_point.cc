@@ -53,14 +53,16 @@ PointToPoint::~PointToPoint() {
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
                                             Deadline deadline, OnDone onDone, Owner owner,
-                                            HasData hasData) {
+                                            HasData hasData, MessageDevice device) {
   return post(Kind::kSend, to, tag, readOnly(data), deadline, std::move(onDone), 0,
-              std::move(owner), std::move(hasData));
+              std::move(owner), std::move(hasData), std::move(device));
 }
 
 std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int from, uint32_t tag,
-                                               Deadline deadline, OnDone onDone, Owner owner) {
-  return post(Kind::kReceive, from, tag, data, deadline, std::move(onDone), 0, std::move(owner));
+                                               Deadline deadline, OnDone onDone, Owner owner,
+                                               MessageDevice device) {
+  return post(Kind::kReceive, from, tag, data, deadline, std::move(onDone), 0, std::move(owner),
+              nullptr, std::move(device));
 }
 
 std::shared_ptr<Message> PointToPoint::put(std::span<const std::byte> data, int to, uint32_t window,
@@ -103,9 +105,9 @@ void PointToPoint::closeWindow(uint32_t window) {
 std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
                                             std::span<std::byte> data, Deadline deadline,
                                             OnDone onDone, uint64_t offset, Owner owner,
-                                            HasData hasData) {
+                                            HasData hasData, MessageDevice device) {
   std::shared_ptr<Message> message(
-      new Message(kind, peer, tag, data, deadline, offset, std::move(owner)));
+      new Message(kind, peer, tag, data, deadline, offset, std::move(owner), std::move(device)));
   message->onDone_ = std::move(onDone);
   message->hasData_ = std::move(hasData);
   std::lock_guard lock(progressLock_);
@@ -277,7 +279,9 @@ bool PointToPoint::advanceReceive(Message& message) {
     if (!message.fetch_->finished()) return false;
     const ErrorCode code = message.fetch_->error.load(std::memory_order_acquire);
     if (code == ErrorCode::kOk) {
+      failpoint("message-fetched");
       acknowledge(message.peer_, message.number_);
+      failpoint("message-acknowledged");
       end(message, {});
     } else if ((code == ErrorCode::kPeerLost || code == ErrorCode::kAborted) &&
                !group_.isGone(message.peer_)) {
@@ -339,8 +343,9 @@ bool PointToPoint::takeEarly(Message& message, const Early& early) {
 bool PointToPoint::fetch(Message& message) {
   message.reconnections_ = pairs_[message.peer_].reconnections;
   message.fetch_ = std::make_unique<Completion>(&group_.window().bell());
-  auto started =
-      group_.window().get(message.peer_, message.source_, 0, message.data_, *message.fetch_);
+  failpoint("message-fetch");
+  auto started = group_.window().get(message.peer_, message.source_, 0, message.data_,
+                                     *message.fetch_, message.device_.owner);
   if (started.code() == ErrorCode::kPeerLost) {
     message.fetch_->error.store(ErrorCode::kPeerLost);
   } else if (!started.ok()) {
@@ -356,12 +361,14 @@ std::string PointToPoint::titleOf(const Message& message) const {
          (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
 }
 
-// Ends a message that did not move, if it has no chance left.
+// Ends a message that did not move, if it has no chance left. A fetch from a lost rank ends by itself:
+// a device may still copy from mapped memory. If it were given up here, the next receive would take
+// its message.
 void PointToPoint::endLate(Message& message) {
   Status status;
   if (auto usable = group_.usable(); !usable.ok()) {
     status = std::move(usable);
-  } else if (Status none = lost(message); !none.ok()) {
+  } else if (Status none = message.fetch_ ? Status() : lost(message); !none.ok()) {
     status = std::move(none);
   } else if (message.deadline_.passed()) {
     status = {ErrorCode::kTimeout, titleOf(message) + " timed out: " + whatIsMissing(message)};

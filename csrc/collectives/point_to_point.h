@@ -20,6 +20,13 @@
 
 namespace mooncake {
 
+// The device that owns the data of a message, if one does. Only for data of more than a cell. Of a
+// send, `offer` tells peers how to map it.
+struct MessageDevice {
+  MemoryOwner owner;
+  ExportedMemory offer;
+};
+
 // One send, receive, put, signal or wait for a signal, made by PointToPoint. When finished() is
 // true, status() says how it ended.
 class Message {
@@ -40,14 +47,15 @@ class Message {
  private:
   friend class PointToPoint;
   Message(Kind kind, int peer, uint32_t tag, std::span<std::byte> data, Deadline deadline,
-          uint64_t offset, std::shared_ptr<const void> owner)
+          uint64_t offset, std::shared_ptr<const void> owner, MessageDevice device)
       : kind_(kind),
         peer_(peer),
         tag_(tag),
         offset_(offset),
         data_(data),
         deadline_(deadline),
-        owner_(std::move(owner)) {}
+        owner_(std::move(owner)),
+        device_(std::move(device)) {}
 
   bool isSent() const {
     return kind_ == Kind::kSend || kind_ == Kind::kPut || kind_ == Kind::kSignal;
@@ -63,7 +71,8 @@ class Message {
   const std::span<std::byte> data_;  // not touched once finished
   const Deadline deadline_;
   std::shared_ptr<const void> owner_;  // keeps `data_`; released when the message ends
-  MemoryRegion region_;                // large send or put: region for the receiver to fetch
+  const MessageDevice device_;
+  MemoryRegion region_;  // large send or put: region for the receiver to fetch
   uint64_t number_ = 0;  // send: 0 while it waits for a cell; large receive: the sender's number
   bool isAcknowledged_ = false;        // large send: the receiver has fetched it
   RemoteRegion source_;                // large receive: region of the message
@@ -108,10 +117,10 @@ class PointToPoint {
   // Neither send() nor receive() waits. The data belongs to the message until it is finished.
   std::shared_ptr<Message> send(std::span<const std::byte> data, int to, uint32_t tag,
                                 Deadline deadline, OnDone onDone = nullptr, Owner owner = nullptr,
-                                HasData hasData = nullptr);
+                                HasData hasData = nullptr, MessageDevice device = {});
   std::shared_ptr<Message> receive(std::span<std::byte> data, int from, uint32_t tag,
                                    Deadline deadline, OnDone onDone = nullptr,
-                                   Owner owner = nullptr);
+                                   Owner owner = nullptr, MessageDevice device = {});
 
   // Opens a window of this rank: memory into which the other ranks put until it is closed. Some
   // thread must drive the progress meanwhile. A rank that learns the number may use it at once.
@@ -200,7 +209,8 @@ class PointToPoint {
 
   std::shared_ptr<Message> post(Kind kind, int peer, uint32_t tag, std::span<std::byte> data,
                                 Deadline deadline, OnDone onDone, uint64_t offset = 0,
-                                Owner owner = nullptr, HasData hasData = nullptr);
+                                Owner owner = nullptr, HasData hasData = nullptr,
+                                MessageDevice device = {});
   bool drive(const Message& message, Deadline deadline);
   bool progressLocked();
   bool advance(Message& message);

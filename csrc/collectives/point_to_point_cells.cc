@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/failpoint.h"
 #include "collectives/point_to_point.h"
 
 namespace mooncake {
@@ -58,6 +59,7 @@ bool PointToPoint::advanceSend(Message& message) {
     end(message, Error{placed.code(), titleOf(message) + ": " + placed.error().message});
     return true;
   }
+  failpoint("message-announced");
   if (!isLarge) end(message, {});
   return !isLarge;
 }
@@ -74,6 +76,7 @@ bool PointToPoint::findData(Message& message) {
     return false;
   }
   if (*isThere) {
+    failpoint("message-data");
     message.hasData_ = nullptr;
     return true;
   }
@@ -85,8 +88,10 @@ bool PointToPoint::findData(Message& message) {
 // Registers the data for the other side to fetch. False: the message has ended with an error, or it
 // waits for room in the table of regions.
 bool PointToPoint::announce(Message& message) {
-  auto region =
-      group_.engine().regions().add(message.data_.data(), message.data_.size(), kRemoteRead);
+  RegionTable& regions = group_.engine().regions();
+  const MessageDevice& device = message.device_;
+  auto region = device.owner ? regions.addOffered(message.data_, device.owner, device.offer)
+                             : regions.add(message.data_.data(), message.data_.size(), kRemoteRead);
   // Tried again when other messages have ended.
   if (!region.ok() && region.error().code == ErrorCode::kExhausted) return false;
   if (!region.ok()) {

@@ -115,7 +115,7 @@ PARTS: dict[str, list[Step]] = {
     "device": [
         suites("streams", *files("device"), jobs=4),
         suites("verdicts", *files("device_verdict", "device_errors", "device_faults"), jobs=4),
-        suites("pieces", *files("device_pieces"), jobs=4),
+        suites("pieces", *files("device_pieces", "device_messages"), jobs=4),
     ],
     "device-others": [
         suites("experts", *files("ep_device"), jobs=4),

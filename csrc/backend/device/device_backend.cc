@@ -188,11 +188,16 @@ std::shared_ptr<Staging> DeviceBackend::stagingFor(at::TensorList tensors,
   return first && isOfDevice(*first) ? stagingOn(first->device(), timeout) : nullptr;
 }
 
-std::shared_ptr<MessageStaging> DeviceBackend::messageStagingFor(at::TensorList tensors) {
+std::shared_ptr<MessageStaging> DeviceBackend::messageStagingFor(at::TensorList tensors, int peer,
+                                                                 bool isSend) {
   const at::Tensor* const first = firstDefined(tensors);
   if (!first || !isOfDevice(*first)) return nullptr;
-  return std::make_shared<MessageStaging>(
+  auto staging = std::make_shared<MessageStaging>(
       streamsOn(first->device()), currentStream(first->device()), effective(c10d::kUnsetTimeout));
+  staging->preferDevice([this, peer, isSend](const at::Tensor& tensor) {
+    return peerMessages_.find(group(), tensor, peer, isSend);
+  });
+  return staging;
 }
 
 // If the group is over, wait() has to raise that: no later call of the program may come.
@@ -575,7 +580,7 @@ DeviceBackend::WorkPtr DeviceBackend::endCoalescing() {
 
 DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
   return withinBatch([&]() -> WorkPtr {
-    const auto staging = messageStagingFor(tensors);
+    const auto staging = messageStagingFor(tensors, to, /*isSend=*/true);
     if (!staging) return MooncakeBackend::send(tensors, to, tag);
     Tensors host = inputs(*staging, tensors, "the tensor of send");
     checkMessage(c10d::OpType::SEND, host, to, tag);
@@ -586,9 +591,10 @@ DeviceBackend::WorkPtr DeviceBackend::send(Tensors& tensors, int to, int tag) {
 }
 
 template <typename Receive>
-DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, bool onHost, Receive&& receive) {
+DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, int from, bool onHost,
+                                              Receive&& receive) {
   return withinBatch([&]() -> WorkPtr {
-    const auto staging = messageStagingFor(tensors);
+    const auto staging = messageStagingFor(tensors, from, /*isSend=*/false);
     if (!staging) return receive(tensors);
     Tensors host = outputs(*staging, tensors, "the tensor of recv");
     staging->mark();
@@ -598,13 +604,13 @@ DeviceBackend::WorkPtr DeviceBackend::receive(Tensors& tensors, bool onHost, Rec
 }
 
 DeviceBackend::WorkPtr DeviceBackend::recv(Tensors& tensors, int from, int tag) {
-  return receive(tensors, /*onHost=*/false,
+  return receive(tensors, from, /*onHost=*/false,
                  [=, this](Tensors& host) { return MooncakeBackend::recv(host, from, tag); });
 }
 
 // The caller asks for the sender after wait().
 DeviceBackend::WorkPtr DeviceBackend::recvAnysource(Tensors& tensors, int tag) {
-  return receive(tensors, /*onHost=*/true,
+  return receive(tensors, PointToPoint::kAnySource, /*onHost=*/true,
                  [=, this](Tensors& host) { return MooncakeBackend::recvAnysource(host, tag); });
 }
 

@@ -89,7 +89,7 @@ class DeviceBackend : public MooncakeBackend {
   std::shared_ptr<Staging> stagingOn(const c10::Device& device, std::chrono::milliseconds timeout);
   // The same for messages. They have streams of their own, because a collective under way may wait on
   // its stream for a rank that waits for a message.
-  std::shared_ptr<MessageStaging> messageStagingFor(at::TensorList tensors);
+  std::shared_ptr<MessageStaging> messageStagingFor(at::TensorList tensors, int peer, bool isSend);
   // Makes the base's call on the copies.
   template <typename Call>
   WorkPtr staged(const std::shared_ptr<Staging>& staging, std::vector<at::Tensor> outputs,
@@ -100,7 +100,7 @@ class DeviceBackend : public MooncakeBackend {
   WorkPtr allreduceSparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   // `onHost`: wait() needs the end of the receive.
   template <typename Receive>
-  WorkPtr receive(std::vector<at::Tensor>& tensors, bool onHost, Receive&& receive);
+  WorkPtr receive(std::vector<at::Tensor>& tensors, int from, bool onHost, Receive&& receive);
 
   std::shared_ptr<GroupStreams> streamsOn(const c10::Device& device);
   // Returns the calls of the group that graphs have, for one more. Throws if it cannot be recorded.
@@ -114,6 +114,7 @@ class DeviceBackend : public MooncakeBackend {
   PeerRoute& route();
   void drainDevice(Deadline deadline) override;
   const std::shared_ptr<UnseenErrors> unseen_ = std::make_shared<UnseenErrors>();
+  PeerMessages peerMessages_{options().groupName};
   std::mutex streamsMutex_;  // guards the fields below
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
   std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device

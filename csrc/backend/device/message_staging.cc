@@ -27,6 +27,18 @@ MessageStaging::~MessageStaging() {
   });
 }
 
+at::Tensor MessageStaging::emptyOnHost(const at::Tensor& tensor) {
+  const auto place = find_ ? find_(tensor) : std::nullopt;
+  if (!place) return Staging::emptyOnHost(tensor);
+  device_ = place->device;
+  const c10::Device on = stream().device();
+  const auto giveBack = [place = *place, last = last()](void*) {
+    place.pool->giveBack(place.piece, *last);
+  };
+  return at::from_blob(place->piece.memory.data(), tensor.sizes(), giveBack,
+                       at::TensorOptions(tensor.scalar_type()).device(on), on);
+}
+
 void MessageStaging::watch(c10::intrusive_ptr<MessageWork> work) {
   std::lock_guard lock(mutex_);
   work_ = std::move(work);
@@ -58,15 +70,20 @@ Status MessageStaging::fetch(Group& group) {
 void MessageStaging::giveBack() {
   std::lock_guard lock(mutex_);
   if (isEnded_) return;
+  // The host has cleared a copy of its own. Else a peer that is lost quietly leaves that to us.
+  const bool clears = device_.owner && hasOutputs() && work_ && !work_->isSuccess();
   if (hasOutputs() && !isEnqueued_) {
     const c10::DeviceGuard on(stream().device());
     reached().block(stream());
+    if (clears) clearOutputs(stream());
     copyOut();
     done_->record(stream());
     isEnqueued_ = true;
+  } else if (clears) {
+    enqueueRescue(true);
   }
   isEnded_ = true;  // not if torch has thrown: a later call copies again
-  if (place_) WaitWords::release(*place_);
+  if (place_ && !rescue_) WaitWords::release(*place_);
   forgetTensors();
 }
 
@@ -74,7 +91,7 @@ void MessageStaging::abandon() {
   std::lock_guard lock(mutex_);
   if (std::exchange(isEnded_, true) || !place_) return;
   try {
-    if (isEnqueued_) return enqueueRescue();
+    if (isEnqueued_) return enqueueRescue(false);
   } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
     log(LogLevel::kWarning, stream().device().str(),
         "the tensor of a receive that failed is undefined: ", error.what());
@@ -82,11 +99,11 @@ void MessageStaging::abandon() {
   WaitWords::release(*place_);
 }
 
-void MessageStaging::enqueueRescue() {
+void MessageStaging::enqueueRescue(bool clears) {
   const c10::DeviceGuard on(stream().device());
   const c10::Stream& rescue = rescue_.emplace(stream().device()).stream();
   beforeWait_->block(rescue);
-  keepOutputs(rescue);
+  clears ? clearOutputs(rescue) : keepOutputs(rescue);
   throwIfError(streams().waitWords()->releaseFrom(rescue_->native(), *place_));
 }
 

@@ -1,11 +1,13 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 
 #include "backend/device/group_streams.h"
+#include "backend/device/peer_messages.h"
 #include "backend/device/staging.h"
 #include "backend/device/wait_words.h"
 #include "backend/message_work.h"
@@ -16,11 +18,21 @@ namespace mooncake {
 // when it is there. That of a receive is enqueued when the message has come. If the caller's stream
 // is to wait before that, it waits for a word of the host, and does the copy itself. So no other
 // stream stands between the two, and a message never waits for one that the program waits for later.
+//
+// The copy may be in memory of the device (PeerMessages), in place of the host's: the streams do not
+// care. It is not the tensor itself, because that keeps its contents if the message fails.
 class MessageStaging final : public Staging {
  public:
   MessageStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& callers,
                  std::chrono::milliseconds limit);
   ~MessageStaging() override;
+
+  // Finds memory of the device for the copy of a tensor; nullopt: the copy is in host memory. To be
+  // set before the copies are made.
+  using Find = std::function<std::optional<PeerMessages::Place>(const at::Tensor& tensor)>;
+  void preferDevice(Find find) { find_ = std::move(find); }
+  // The device that has the copy, if one has.
+  const MessageDevice& device() const { return device_; }
 
   // The message has been posted.
   void watch(c10::intrusive_ptr<MessageWork> work);
@@ -43,11 +55,18 @@ class MessageStaging final : public Staging {
   void block() override;
   void synchronize() const override;
 
+ protected:
+  at::Tensor emptyOnHost(const at::Tensor& tensor) override;
+
  private:
   void blockEarly();
-  void enqueueRescue();
+  // Has another stream fill the copy when the caller's stream has come to the wait, and release that.
+  // `clears`: with zeros, else with the tensor's present contents.
+  void enqueueRescue(bool clears);
 
   bool canBlockEarly_ = false;
+  Find find_;
+  MessageDevice device_;
   mutable std::mutex mutex_;  // guards everything below
   c10::intrusive_ptr<MessageWork> work_;
   bool isEnded_ = false;                   // given back or abandoned

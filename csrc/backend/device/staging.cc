@@ -240,6 +240,15 @@ void Staging::keepOutputs(const c10::Stream& stream) const {
   }
 }
 
+void Staging::clearOutputs(const c10::Stream& stream) const {
+  const c10::StreamGuard on(stream);
+  for (const Copy& copy : copies_) {
+    if (!copy.isOutput) continue;
+    const PlainWrites plain(copy.host);
+    copy.host.zero_();
+  }
+}
+
 void Staging::copyOut(const c10::Stream& stream) const {
   const c10::StreamGuard on(stream);
   for (const Copy& copy : copies_) {

@@ -147,7 +147,7 @@ class Staging {
   // For destructors: drops something while the device is the current one, if it can be that.
   void dropOnDevice(const std::function<void()>& drop) const noexcept;
   const c10::Event& reached() const { return *reached_; }
-  // Returns the memory on the host for a tensor's copy.
+  // Returns the memory for a tensor's copy, on the host unless the staging says otherwise.
   virtual at::Tensor emptyOnHost(const at::Tensor& tensor);
   std::chrono::milliseconds limit() const { return limit_; }
   // Enqueues the copies to or from the host on a stream.
@@ -165,8 +165,11 @@ class Staging {
   size_t piecesOf(size_t bytes) const { return (bytes + cut_.pieceBytes - 1) / cut_.pieceBytes; }
   // The copies in host memory are used on this stream from now on, and not on stream().
   void useLast(const DeviceStream& stream) { *last_ = stream; }
+  const std::shared_ptr<DeviceStream>& last() const { return last_; }
   // Enqueues copies of the outputs' present contents, to the host.
   void keepOutputs(const c10::Stream& stream) const;
+  // Enqueues zeros for the copies of the outputs.
+  void clearOutputs(const c10::Stream& stream) const;
   bool hasOutputs() const { return hasOutputs_; }
   // Drops the tensors, once every copy is enqueued. The allocators keep the memory for the streams.
   void forgetTensors() { copies_.clear(); }
