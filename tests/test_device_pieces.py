@@ -16,7 +16,8 @@ MIB = 1 << 20
 KEPT = -99.0
 FORMS = ["words", "host"]
 # Those with one part for each rank: the lengths below are those of a part.
-IN_PARTS = ["reduce_scatter", "reduce_scatter_list", "scatter"]
+EACH_TO_EACH = ["all_to_all", "all_to_all_list"]
+IN_PARTS = ["reduce_scatter", "reduce_scatter_list", "scatter", *EACH_TO_EACH]
 WITH_ROOT = ["broadcast", "gather", "scatter"]
 VERBS = ["broadcast", "all_gather", "all_gather_list", "gather", *IN_PARTS]
 
@@ -59,6 +60,8 @@ def expected(verb, rank, ranks, salt, count):
         return sum(each[r].view(SIZE, -1)[rank] for r in ranks)
     if verb == "gather" and rank != ROOT:
         return torch.empty(0, device="cpu")
+    if verb in EACH_TO_EACH:
+        each = [x.view(SIZE, -1)[rank] for x in each]
     return torch.cat([each[r] * (r in ranks) for r in range(SIZE)])
 
 
@@ -79,6 +82,12 @@ def begin(verb, rank, x):
         return dist.gather(x, list(out) if rank == ROOT else None, ROOT, async_op=True), out.view(
             -1
         )
+    if verb in EACH_TO_EACH:
+        out = torch.full((SIZE, count), KEPT)
+        if verb == "all_to_all":
+            return dist.all_to_all_single(out.view(-1), x, async_op=True), out.view(-1)
+        rows = list(x.view(SIZE, count))
+        return dist.all_to_all(list(out), rows, async_op=True), out.view(-1)
     out = torch.full((count,), KEPT)
     if verb == "reduce_scatter":
         return dist.reduce_scatter_tensor(out, x, async_op=True), out
@@ -212,3 +221,86 @@ def lost_input_on_rank(me, verb):
 @pytest.mark.parametrize("verb", VERBS)
 def test_outputs_of_a_call_that_failed(ranks, verb):
     ranks.call(lost_input_on_rank, verb)
+
+
+# ---- all_to_all, where each rank knows only its own splits
+
+# Elements from each rank to each. The first ones come in pieces on all ranks, those of the second
+# table on one rank: the others' inputs are short, or empty.
+MANY = [[400_003, 0, 900_001], [300_000, 2, 450_007], [1_000_000, 700_000, 0]]
+ONE = [[0, 800_001, 700_000], [1000, 0, 40_000], [0, 0, 0]]
+CALLS = ["single", "list"]
+
+
+def sent(source, target, count):
+    return ((torch.arange(count, device="cpu") + 5 * source + 11 * target) % 97).float()
+
+
+def exchange(me, call, splits, device):
+    """Calls all_to_all with tensors of the device. Returns the work and the outputs."""
+    inputs = [sent(me.rank, r, splits[me.rank][r]).to(device) for r in range(SIZE)]
+    receives = [splits[r][me.rank] for r in range(SIZE)]
+    out = torch.full((sum(receives),), KEPT, device=device)
+    outputs = list(out.split(receives))
+    if call == "list":
+        return dist.all_to_all(outputs, inputs, async_op=True), outputs
+    work = dist.all_to_all_single(out, torch.cat(inputs), receives, splits[me.rank], async_op=True)
+    return work, outputs
+
+
+def splits_on_rank(me, call, splits, with_cpu):
+    devices_of = ["cpu" if rank in with_cpu else me_device() for rank in range(SIZE)]
+    for _ in range(2):
+        work, outputs = exchange(me, call, splits, devices_of[me.rank])
+        work.wait()
+        for r, output in enumerate(outputs):
+            assert torch.equal(output.cpu(), sent(r, me.rank, splits[r][me.rank])), r
+
+
+@pytest.mark.parametrize("with_cpu", [(), (0,), (1, 2)])
+@pytest.mark.parametrize("splits", [MANY, ONE], ids=["many", "one"])
+@pytest.mark.parametrize("call", CALLS)
+def test_splits(ranks, call, splits, with_cpu):
+    """Ranks with tensors of the CPU take part in the same call."""
+    ranks.call(splits_on_rank, call, splits, with_cpu)
+
+
+def misfit_on_rank(me, call):
+    splits = [list(row) for row in MANY]
+    if me.rank == 2:
+        splits[2][1] += 1
+    work, outputs = exchange(me, call, splits, me_device())
+    until(lambda: work.exception() is not None, "the error")
+    _, text = harness.raised(work.wait)
+    assert "rank 2 sends 2800004 bytes to rank 1, which expects 2800000" in text, text
+    assert all(set(output.cpu().unique().tolist()) <= {KEPT} for output in outputs)
+    splits_on_rank(me, call, MANY, ())
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_splits_that_do_not_fit_change_nothing(ranks, call):
+    ranks.call(misfit_on_rank, call)
+
+
+def mixture_ends_between_pieces(me, stops, victim):
+    from mooncake_backend import _C
+
+    if me.rank == victim:
+        _C.arm_failpoint("fed-piece", 4, stops)
+    work, outputs = exchange(me, "single", MANY, "cpu" if me.rank == 0 else me_device())
+    work.wait()
+    alive = [r for r in range(SIZE) if r != victim]
+    assert work.contributors == alive
+    for r, output in enumerate(outputs):
+        wanted = sent(r, me.rank, MANY[r][me.rank])
+        assert torch.equal(output.cpu(), wanted if r in alive else torch.zeros_like(wanted)), r
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("stops", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_of_a_mixed_call_ends_between_two_pieces(victim, stops):
+    with crew("words", env={"MOONCAKE_FAILURE_TIMEOUT_MS": "1500"}) as ranks:
+        ranks.start(mixture_ends_between_pieces, stops, victim)
+        ranks.results(dead=[victim])
+        ranks.broken = True

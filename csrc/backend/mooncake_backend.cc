@@ -331,16 +331,17 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall(std::vector<at::Tensor>& outp
   checkApart(outputs, "an output of all_to_all");
   std::vector<Flat> in = flatten(inputs), out;
   for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
-  return submit(c10d::OpType::ALLTOALL, inputs, outputs, opts.asyncOp,
-                [this, in = std::move(in), out = std::move(out),
-                 dtype = typeOf(inputs[0], "all_to_all"), timeout = effective(opts.timeout)] {
-                  const std::vector<Span> from = spansOf(in);
-                  Status status =
-                      mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
-                                         spansOf(out), dtype, Deadline::after(timeout));
-                  copyBack(status, out);
-                  return status;
-                });
+  return submit(
+      c10d::OpType::ALLTOALL, inputs, outputs, opts.asyncOp,
+      [this, in = std::move(in), out = std::move(out), dtype = typeOf(inputs[0], "all_to_all"),
+       timeout = effective(opts.timeout)](InputFeed* feed) {
+        const std::vector<Span> from = spansOf(in);
+        Status status =
+            mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
+                               spansOf(out), dtype, Deadline::after(timeout), feed);
+        copyBack(status, out);
+        return status;
+      });
 }
 
 MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -356,12 +357,12 @@ MooncakeBackend::WorkPtr MooncakeBackend::alltoall_base(at::Tensor& output, at::
   return submit(c10d::OpType::ALLTOALL_BASE, input, {output}, opts.asyncOp,
                 [this, in, out = outputBeside(output, std::span(&in, 1)), sends = std::move(sends),
                  receives = std::move(receives), dtype = typeOf(input, "all_to_all_single"),
-                 timeout = effective(opts.timeout)] {
+                 timeout = effective(opts.timeout)](InputFeed* feed) {
                   const std::vector<Span> from = cut(in.bytes(), sends, dtypeSize(dtype));
                   Status status =
                       mooncake::alltoall(*group_, std::vector<ConstSpan>(from.begin(), from.end()),
                                          cut(out.bytes(), receives, dtypeSize(dtype)), dtype,
-                                         Deadline::after(timeout));
+                                         Deadline::after(timeout), feed);
                   if (status.ok()) out.copyBack();
                   return status;
                 });

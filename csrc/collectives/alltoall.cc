@@ -17,12 +17,22 @@
 // Only `to` receives that part, so no other rank can supply it if the sender dies half way. Such an
 // operation ends when all have what they need (Operation::commitDone), as with regions. Short
 // messages carry the whole payload, because that saves the second round.
+//
+// In pieces: the input of some rank comes while the operation runs. Such a rank publishes its splits
+// without data, and the length of the pieces in which its input comes. So all ranks learn from the
+// first operation that the call goes in pieces, and choose them alike. Each piece is an operation of
+// its own, on the same place of all parts; shorter parts end earlier. Ranks with all of their data
+// take part in that as they are.
+//
+// Input region of the slot:  address: length of the rank's longest part | bytes: 0, or the length of
+// all parts if each has a region | key: 0, or the length of the rank's pieces.
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
 
 #include "collectives/collectives.h"
+#include "collectives/fed_pieces.h"
 #include "group/fetches.h"
 #include "group/operation.h"
 #include "group/writes.h"
@@ -65,6 +75,8 @@ class Published {
   std::optional<uint64_t> sends(int to) const { return about(to, 0); }
   std::optional<uint64_t> receives(int from) const { return about(from, 1); }
   bool isRendezvous() const { return slot_.input.bytes > 0; }
+  uint64_t longestPart() const { return slot_.input.address; }
+  uint64_t pieceBytes() const { return slot_.input.key; }  // 0: all data is there
   // Offset of the data for us, or of its region.
   size_t begin() const {
     size_t at = headBytes();
@@ -88,11 +100,22 @@ class Published {
   const bool isOurs_;
 };
 
+// The pieces of a call. The same on all ranks.
+struct Pieces {
+  uint64_t partBytes = 0;   // of the longest part of all ranks
+  uint64_t pieceBytes = 0;  // of each part; 0: the call does not go in pieces
+};
+
 class Alltoall final : public Algorithm {
  public:
-  Alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs)
-      : inputs_(inputs), outputs_(outputs) {
-    for (int r = 0; r < group.size(); ++r) total_ += inputs_[r].size();
+  // `isFed`: the input comes later, and this operation only settles the pieces.
+  Alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
+           bool isFed = false)
+      : inputs_(inputs), outputs_(outputs), isFed_(isFed) {
+    for (const ConstSpan input : inputs_) {
+      total_ += input.size();
+      longest_ = std::max(longest_, input.size());
+    }
     const size_t own = inputs_[group.rank()].size(), table = tableBytes(group.size());
     // Rendezvous adds a wait until all have fetched. If that costs switches between ranks, a copy
     // through the slot is cheaper as long as it fits.
@@ -103,10 +126,12 @@ class Alltoall final : public Algorithm {
   Status publish(Operation& op) override {
     writeTable(op);
     std::byte* cursor = op.payload() + tableBytes(op.size());
-    op.announceInput({.bytes = isEager_ ? 0 : total_});
+    op.announceInput({.address = longest_,
+                      .bytes = hasRegions() ? total_ : 0,
+                      .key = isFed_ ? splitPieceBytesOf(longest_, total_) : 0});
     for (int r = 0; r < op.size(); ++r) {
       if (r == op.rank()) continue;
-      if (!isEager_) {
+      if (hasRegions()) {
         // Peers only read, but the table of regions takes no const addresses.
         auto region = op.group().engine().regions().add(const_cast<std::byte*>(inputs_[r].data()),
                                                         inputs_[r].size(), kRemoteRead);
@@ -129,16 +154,13 @@ class Alltoall final : public Algorithm {
     MOONCAKE_TRY(op.awaitAllBegun());
     endsTogether_ = std::ranges::any_of(
         op.ranks(), [&](int r) { return Published(op, r).isRendezvous() || op.isSplit(r); });
-    if (!endsTogether_) return {};
-    MOONCAKE_TRY(checkSplits(op));
-    return take(op);
+    return endsTogether_ ? settle(op) : Status();
   }
 
   Status complete(Operation& op) override {
     if (endsTogether_) return op.commitDone();
     MOONCAKE_TRY(op.awaitAllBegun());
-    MOONCAKE_TRY(checkSplits(op));
-    MOONCAKE_TRY(take(op));
+    MOONCAKE_TRY(settle(op));
     return op.commit();
   }
 
@@ -147,7 +169,11 @@ class Alltoall final : public Algorithm {
     endsTogether_ = false;
   }
 
+  const Pieces& pieces() const { return pieces_; }
+
  private:
+  bool hasRegions() const { return !isEager_ && !isFed_; }
+
   void writeTable(Operation& op) const {
     uint64_t sent = 0, received = 0;
     for (int r = 0; r < op.size(); ++r) {
@@ -163,6 +189,7 @@ class Alltoall final : public Algorithm {
 
   // Writes the data for rank `to`, or its region. Returns the length.
   size_t writeData(const Operation& op, int to, std::byte* payload) const {
+    if (isFed_) return 0;
     if (!isEager_) {
       const RemoteRegion remote = regions_[size_t(to < op.rank() ? to : to - 1)].remote();
       std::memcpy(payload, &remote, sizeof(remote));
@@ -171,6 +198,27 @@ class Alltoall final : public Algorithm {
     const ConstSpan input = inputs_[to];
     op.write(payload, input);
     return input.size();
+  }
+
+  Status settle(Operation& op) {
+    MOONCAKE_TRY(checkSplits(op));
+    pieces_ = piecesOf(op);
+    return pieces_.pieceBytes ? Status() : take(op);
+  }
+
+  // At most eight, whatever the parts of ranks without a feed.
+  static Pieces piecesOf(const Operation& op) {
+    Pieces pieces;
+    for (const int r : op.ranks()) {
+      const Published theirs(op, r);
+      pieces.partBytes = std::max(pieces.partBytes, theirs.longestPart());
+      pieces.pieceBytes = std::max(pieces.pieceBytes, theirs.pieceBytes());
+    }
+    if (pieces.pieceBytes) {
+      const size_t least = splitPieceBytes(pieces.partBytes, kMostSplitPieces);
+      pieces.pieceBytes = std::max(pieces.pieceBytes, least);
+    }
+    return pieces;
   }
 
   Status checkSplits(Operation& op) const {
@@ -224,18 +272,39 @@ class Alltoall final : public Algorithm {
 
   const std::span<const ConstSpan> inputs_;
   const std::span<const Span> outputs_;
+  const bool isFed_;
   size_t total_ = 0;
+  size_t longest_ = 0;
+  Pieces pieces_;
   bool isEager_ = false;
   bool endsTogether_ = false;  // some data is fetched, or was put to one rank only
   std::vector<MemoryRegion> regions_;
 };
 
+// The feed of a rank whose data is there.
+class WholeInput final : public InputFeed {
+ public:
+  Status await(size_t) override { return {}; }
+  Status restart() override { return {}; }
+};
+
 }  // namespace
 
 Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
-                DType dtype, Deadline deadline) {
-  Alltoall alltoall(group, inputs, outputs);
-  return Operation(group, {.verb = Verb::kAlltoall, .dtype = dtype}, deadline).run(alltoall);
+                DType dtype, Deadline deadline, InputFeed* feed) {
+  const Call call{.verb = Verb::kAlltoall, .dtype = dtype};
+  Alltoall whole(group, inputs, outputs, feed != nullptr);
+  MOONCAKE_TRY(Operation(group, call, deadline).run(whole));
+  const auto [partBytes, pieceBytes] = whole.pieces();
+  if (pieceBytes == 0) return {};
+  WholeInput allThere;
+  return runFed(group, call, feed ? *feed : allThere, partBytes, pieceBytes, OnLoss::kRunAgain,
+                [&](const Call& each, size_t begin, size_t bytes) {
+                  const auto from = pieceOf(inputs, begin, bytes);
+                  const auto to = pieceOf(outputs, begin, bytes);
+                  Alltoall piece(group, from, to);
+                  return Operation(group, each, deadline).run(piece);
+                });
 }
 
 }  // namespace mooncake

@@ -33,8 +33,8 @@ using Buffers = std::span<const Buffer>;
 // A barrier (group/barrier.h) with an error that names the first late rank, or all of them.
 Status monitoredBarrier(Group& group, bool namesAll, std::chrono::milliseconds timeout);
 
-// With a feed, on all ranks or none, an operation takes its input as it comes; after a call that
-// failed, its output is undefined, and so is the data of a reduction in place.
+// With a feed, an operation takes its input as it comes: on all ranks or none, but for alltoall.
+// After a call that failed, its output is undefined, and so is the data of a reduction in place.
 
 // Every rank's data becomes a copy of the root's.
 Status broadcast(Group& group, Span data, DType dtype, int root, Deadline deadline,
@@ -78,6 +78,6 @@ Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind k
 
 // inputs[r] goes to rank r, outputs[r] comes from it; any lengths that fit pair by pair, also zero.
 Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
-                DType dtype, Deadline deadline);
+                DType dtype, Deadline deadline, InputFeed* feed = nullptr);
 
 }  // namespace mooncake

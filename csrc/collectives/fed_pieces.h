@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <functional>
 #include <span>
@@ -28,12 +29,15 @@ using RunPiece = std::function<Status(const Call& call, size_t begin, size_t byt
 Status runFed(Group& group, Call call, InputFeed& feed, size_t partBytes, size_t pieceBytes,
               OnLoss onLoss, const RunPiece& run);
 
-// The same place in each of several buffers of one length. None if there are no buffers.
+// The same place in each of several buffers; shorter ones end earlier. None if there are no buffers.
 template <typename Byte>
 std::vector<std::span<Byte>> pieceOf(std::span<const std::span<Byte>> all, size_t begin,
                                      size_t bytes) {
   std::vector<std::span<Byte>> piece;
-  for (const std::span<Byte> one : all) piece.push_back(one.subspan(begin, bytes));
+  for (const std::span<Byte> one : all) {
+    const std::span<Byte> rest = one.subspan(std::min(begin, one.size()));
+    piece.push_back(rest.first(std::min(bytes, rest.size())));
+  }
   return piece;
 }
 

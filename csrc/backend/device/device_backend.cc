@@ -85,7 +85,23 @@ void checkFactor(const Staging& staging, const c10d::ReduceOp& op) {
 // all ranks. Each input has `ofEach` of them, and all inputs of a rank `parts`.
 void feedPieces(Staging& staging, const at::Tensor& part, size_t parts = 1, size_t ofEach = 1) {
   const size_t bytes = part.nbytes(), pieceBytes = fedPieceBytes(bytes, parts);
-  if (pieceBytes < bytes) staging.cutInputs({pieceBytes, ofEach});
+  if (pieceBytes < bytes) staging.cutInputs({pieceBytes, ofEach, {}});
+}
+
+// The same for all_to_all. Each rank cuts its own input: `inputs` are one for each rank, or one with a
+// part of so many elements for each.
+void feedParts(Staging& staging, const Tensors& inputs, std::vector<int64_t> lengths = {}) {
+  size_t longest = 0, all = 0;
+  const auto count = [&](size_t bytes) {
+    longest = std::max(longest, bytes);
+    all += bytes;
+  };
+  for (const at::Tensor& input : inputs) {
+    if (lengths.empty()) count(input.nbytes());
+  }
+  for (const int64_t length : lengths) count(size_t(length) * inputs[0].element_size());
+  const size_t pieceBytes = splitPieceBytesOf(longest, all);
+  if (pieceBytes < longest) staging.cutInputs({pieceBytes, 1, std::move(lengths)});
 }
 
 // The same for a reduction. A factor is multiplied with the whole tensor.
@@ -426,6 +442,7 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall(Tensors& outs, Tensors& ins,
   Tensors hostIn = inputs(*staging, ins, "an input of all_to_all");
   std::vector<Tensors> hostOut =
       outputs(*staging, std::vector<Tensors>{outs}, "an output of all_to_all");
+  feedParts(*staging, hostIn);
   return staged(staging, outs, [this, hostOut, hostIn, opts]() mutable {
     return MooncakeBackend::alltoall(hostOut[0], hostIn, opts);
   });
@@ -444,6 +461,7 @@ DeviceBackend::WorkPtr DeviceBackend::alltoall_base(at::Tensor& output, at::Tens
     return MooncakeBackend::alltoall_base(output, input, outputSplits, inputSplits, opts);
   at::Tensor hostIn = staging->input(input, "the input of all_to_all_single");
   at::Tensor hostOut = staging->output(output, "the output of all_to_all_single");
+  feedParts(*staging, {hostIn}, elementsPerRank(hostIn, inputSplits, size_, "input"));
   return staged(
       staging, {output}, [this, hostOut, hostIn, outputSplits, inputSplits, opts]() mutable {
         return MooncakeBackend::alltoall_base(hostOut, hostIn, outputSplits, inputSplits, opts);

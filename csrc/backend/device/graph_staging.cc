@@ -63,7 +63,7 @@ void GraphStaging::onPiece(const c10::Stream&) {
 
 Status GraphStaging::awaitInput(Group& group, size_t bytes) const {
   if (!comesInPieces()) return {};
-  const auto pieces = uint32_t(piecesOf(bytes));
+  const auto pieces = uint32_t(piecesOf(bytes, pieces_));
   return awaitOnHost(group, [&] { return place_.words->copied() >= pieces; });
 }
 

@@ -167,23 +167,35 @@ void Staging::copyIn(const c10::Stream& stream) {
   for (const Copy& copy : copies_) keepUntilPassed(copy.device, stream);
 }
 
-void Staging::copyPieces(const c10::Stream& stream) {
-  const c10::StreamGuard on(stream);
+std::vector<std::pair<at::Tensor, at::Tensor>> Staging::cutParts() const {
   std::vector<std::pair<at::Tensor, at::Tensor>> parts;
   for (const Copy& copy : copies_) {
     if (!copy.isInput) continue;
     const PlainWrites plain(copy.host);
-    const at::Tensor device = copy.device.resolve_conj().resolve_neg().contiguous();
-    const auto shape = {int64_t(cut_.parts), device.numel() / int64_t(cut_.parts)};
-    for (int64_t part = 0; part < int64_t(cut_.parts); ++part)
-      parts.emplace_back(device.view(shape)[part], copy.host.view(shape)[part]);
+    const at::Tensor device = copy.device.resolve_conj().resolve_neg().contiguous().view(-1);
+    const at::Tensor host = copy.host.view(-1);
+    std::vector<int64_t> lengths = cut_.lengths;
+    if (lengths.empty()) lengths.assign(cut_.parts, device.numel() / int64_t(cut_.parts));
+    int64_t begin = 0;
+    for (const int64_t length : lengths) {
+      parts.emplace_back(device.narrow(0, begin, length), host.narrow(0, begin, length));
+      begin += length;
+    }
   }
+  return parts;
+}
+
+void Staging::copyPieces(const c10::Stream& stream) {
+  const c10::StreamGuard on(stream);
+  const auto parts = cutParts();
   if (parts.empty()) return;
-  const int64_t length = parts[0].first.numel();
+  int64_t longest = 0;
+  for (const auto& [device, host] : parts) longest = std::max(longest, device.numel());
   const int64_t most = int64_t(cut_.pieceBytes / parts[0].first.element_size());
-  for (int64_t begin = 0; begin < length; begin += most) {
-    const int64_t count = std::min(most, length - begin);
+  for (int64_t begin = 0; begin < longest; begin += most) {
     for (const auto& [device, host] : parts) {
+      const int64_t count = std::min(most, device.numel() - begin);
+      if (count <= 0) continue;
       const PlainWrites plain(host);
       host.narrow(0, begin, count).copy_(device.narrow(0, begin, count), /*non_blocking=*/true);
     }
@@ -197,7 +209,7 @@ void Staging::onPiece(const c10::Stream& stream) {
 
 Status Staging::awaitInput(Group& group, size_t bytes) const {
   if (!comesInPieces()) return {};
-  const c10::Event& piece = pieces_.at(piecesOf(bytes) - 1);
+  const c10::Event& piece = pieces_.at(piecesOf(bytes, pieces_.size()) - 1);
   return awaitOnHost(group, [&] { return piece.query(); });
 }
 

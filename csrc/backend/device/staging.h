@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <exception>
@@ -68,12 +69,13 @@ class Staging {
   using EndGroup = std::function<void(const Error&)>;
   void onFailure(EndGroup end) { endGroup_ = std::move(end); }
 
-  // The operation takes its input as it comes, in pieces. `parts`: equal parts of each input.
+  // The operation takes its input as it comes, in pieces.
   struct Cut {
-    size_t pieceBytes = 0;  // of each part
-    size_t parts = 1;
+    size_t pieceBytes = 0;         // of each part
+    size_t parts = 1;              // equal parts of each input, or
+    std::vector<int64_t> lengths;  // the elements of each part
   };
-  void cutInputs(const Cut& cut) { cut_ = cut; }
+  void cutInputs(Cut cut) { cut_ = std::move(cut); }
   bool isCut() const { return cut_.pieceBytes != 0; }
   const Cut& cut() const { return cut_; }
 
@@ -161,8 +163,11 @@ class Staging {
   virtual void onPiece(const c10::Stream& stream);
   // True: there are inputs, and they are cut.
   bool comesInPieces() const { return isCut() && hasInputs_; }
-  // Returns the number of pieces in which the first `bytes` of each part are.
-  size_t piecesOf(size_t bytes) const { return (bytes + cut_.pieceBytes - 1) / cut_.pieceBytes; }
+  // Returns the number of the `all` pieces in which the first `bytes` of each part are. A part of
+  // another rank may be longer.
+  size_t piecesOf(size_t bytes, size_t all) const {
+    return std::min((bytes + cut_.pieceBytes - 1) / cut_.pieceBytes, all);
+  }
   // The copies in host memory are used on this stream from now on, and not on stream().
   void useLast(const DeviceStream& stream) { *last_ = stream; }
   const std::shared_ptr<DeviceStream>& last() const { return last_; }
@@ -198,6 +203,8 @@ class Staging {
   // Both enqueue on `stream`, which is the current one.
   void copyToHost(const Copy& copy, const c10::Stream& stream) const;
   void copyToDevice(const Copy& copy, const c10::Stream& stream) const;
+  // Returns the parts of all cut inputs, each as one row: on the device, and on the host.
+  std::vector<std::pair<at::Tensor, at::Tensor>> cutParts() const;
   void copyPieces(const c10::Stream& stream);
   Error lateError(const Group& group) const;
 
