@@ -549,6 +549,8 @@ def in_two_lives(me):
         me.init(name=f"store-{life}")
         begun(me)
         in_batches(me)
+        # wait() of a send is the stream's: a rank that left now could take its last ones with it.
+        dist.barrier()
         dist.destroy_process_group()
 
 

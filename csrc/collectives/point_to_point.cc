@@ -361,14 +361,15 @@ std::string PointToPoint::titleOf(const Message& message) const {
          (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
 }
 
-// Ends a message that did not move, if it has no chance left. A fetch from a lost rank ends by itself:
-// a device may still copy from mapped memory. If it were given up here, the next receive would take
-// its message.
+// Ends a message that did not move, if it has no chance left. A fetch by a device ends by itself, also
+// from a lost rank: the copy from mapped memory may still run. If it were given up here, the next
+// receive would take its message.
 void PointToPoint::endLate(Message& message) {
+  const bool isCopying = message.fetch_ && message.device_.owner;
   Status status;
   if (auto usable = group_.usable(); !usable.ok()) {
     status = std::move(usable);
-  } else if (Status none = message.fetch_ ? Status() : lost(message); !none.ok()) {
+  } else if (Status none = isCopying ? Status() : lost(message); !none.ok()) {
     status = std::move(none);
   } else if (message.deadline_.passed()) {
     status = {ErrorCode::kTimeout, titleOf(message) + " timed out: " + whatIsMissing(message)};
