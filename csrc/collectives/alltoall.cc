@@ -206,7 +206,7 @@ class Alltoall final : public Algorithm {
     return pieces_.pieceBytes ? Status() : take(op);
   }
 
-  // At most eight, whatever the parts of ranks without a feed.
+  // At most eight, also if ranks without a feed have longer parts.
   static Pieces piecesOf(const Operation& op) {
     Pieces pieces;
     for (const int r : op.ranks()) {
@@ -281,7 +281,7 @@ class Alltoall final : public Algorithm {
   std::vector<MemoryRegion> regions_;
 };
 
-// The feed of a rank whose data is there.
+// The feed of a rank that has all of its data.
 class WholeInput final : public InputFeed {
  public:
   Status await(size_t) override { return {}; }
