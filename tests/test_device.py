@@ -675,6 +675,29 @@ def test_a_stream_that_hangs_is_named():
         ranks.broken = True
 
 
+@devices.on_fake_only
+def short_timeout(me):
+    """A call's own timeout counts from the moment that its stream has come to it."""
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(milliseconds=50 if me.rank == 0 else 20_000)
+    tensor = torch.full((8,), float(me.rank + 1))
+    with held() as gate:
+        work = dist.group.WORLD.allreduce([tensor], options)
+        if me.rank == 0:
+            time.sleep(0.2)  # longer than the timeout
+        gate.open()
+    work.wait()
+    assert tensor.tolist() == [sum(range(1, me.size + 1))] * 8
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [me.size * sum(range(1, me.size + 1))] * 8
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_stream_that_comes_after_a_call_s_own_timeout_ends_no_group(form):
+    with crew(form) as ranks:
+        ranks.call(short_timeout)
+
+
 # ---- messages
 
 

@@ -473,7 +473,7 @@ def at_once_on_rank(me, name, timeout):
         me.board.wait(name)
         kind, message = raised(dist.all_reduce, torch.ones(3))
     assert kind == "DistBackendError"
-    assert "timed out" in message
+    assert "timed out" in message, message
     oracle.exercise("all_reduce", count=10)
 
 

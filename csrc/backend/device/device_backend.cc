@@ -163,11 +163,13 @@ std::shared_ptr<Staging> DeviceBackend::stagingOn(const c10::Device& device,
     return std::make_shared<GraphStaging>(streams, recordedCallsFor(callers, streams),
                                           effective(timeout));
   }
+  // A stream that does not come ends the group, so a short timeout of one call is not enough for it.
+  const auto limit = std::max(effective(timeout), effective(c10d::kUnsetTimeout));
   std::shared_ptr<Staging> staging;
   if (streams->words()) {
-    staging = std::make_shared<StreamStaging>(streams, effective(timeout));
+    staging = std::make_shared<StreamStaging>(streams, limit);
   } else {
-    staging = std::make_shared<HostStaging>(streams, streams->collectives(), effective(timeout));
+    staging = std::make_shared<HostStaging>(streams, streams->collectives(), limit);
   }
   staging->onFailure([this](const Error& why) { group().fail(why); });
   return staging;
