@@ -95,7 +95,8 @@ def test_a_killed_rank(victim):
     test_peer_kernels.test_a_killed_rank(victim)
 
 
-@pytest.mark.parametrize("step", test_peer_kernels.STEPS)
+# A survivor also ends the proxy's commands to a lost rank of another host.
+@pytest.mark.parametrize("step", [*test_peer_kernels.STEPS, "proxy-end"])
 def test_a_second_rank_dies_while_the_others_agree(step):
     test_peer_kernels.test_a_second_rank_dies_while_the_others_agree(step)
 

@@ -54,6 +54,11 @@ bool PeerCommands::drive(Clock::time_point now) {
                                    "), and takes no more commands: go on without it"});
     return true;
   }
+  if (isDropped_.load(std::memory_order_acquire)) {
+    end(ProxyEnd::kPeerLost, {ErrorCode::kPeerLost, name_ + ": the other ranks go on without it, " +
+                                                        "so it takes no more commands"});
+    return true;
+  }
   bool hasChanged = isBroken_ ? renew(now) : collect(now);
   if (!isEnded_ && !isBroken_) hasChanged |= confirm(now);
   if (!isEnded_) hasChanged |= takeCommands(now);
@@ -71,7 +76,8 @@ bool PeerCommands::drive(Clock::time_point now) {
 
 bool PeerCommands::hasNews() {
   if (isEnded_) return false;
-  if (peer_->disconnected || (isReading_ && reading_.finished())) return true;
+  if (peer_->disconnected || isDropped_.load(std::memory_order_relaxed)) return true;
+  if (isReading_ && reading_.finished()) return true;
   if (!isHeld_ && flights_.hasRoom() && ring_.hasNext()) return true;
   for (size_t i = 0; i < flights_.size(); ++i) {
     if (flights_[i].stage == Stage::kWriting && flights_[i].completion.finished()) return true;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -24,7 +25,7 @@ struct PeerLimits {
 };
 
 // Gives the commands of one peer's ring to its channel, and tells the ring how they end. One
-// thread, but for status().
+// thread, but for status() and drop().
 //
 // Once a write has completed, its signal follows: a put without data. If no other command of the
 // same word is under way, the bytes of a small command and its signal go in one put. A put has no
@@ -45,6 +46,8 @@ class PeerCommands {
   bool hasNews();
   // No command reads its source any more when this returns. The ring ends, unless it has before.
   void end(kernels::ProxyEnd why, Error error);
+  // Has drive() end the ring: the peer takes no part any more. Any thread.
+  void drop() { isDropped_.store(true, std::memory_order_release); }
   bool isEnded() const { return isEnded_; }
   // Returns whether the peer said goodbye.
   bool hasLeft() const { return peer_->disconnected && peer_->evidence.isGoodbye(); }
@@ -106,6 +109,7 @@ class PeerCommands {
   bool isBroken_ = false;  // the connection; the peer may come back
   Clock::time_point pausedUntil_;
 
+  std::atomic<bool> isDropped_{false};
   bool isEnded_ = false;
   mutable std::mutex mutex_;  // guards the field below
   Status status_;

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <utility>
 
+#include "base/failpoint.h"
 #include "base/thread.h"
 
 namespace mooncake::proxy {
@@ -155,6 +156,23 @@ Status Proxy::flush(Deadline deadline) {
       wake();
       std::this_thread::sleep_for(kLeastPause);
     }
+  }
+  return {};
+}
+
+Status Proxy::end(uint32_t rank, Deadline deadline) {
+  if (rank >= rings_.size() || !rings_[rank].commands) return {};
+  PeerCommands& commands = *rings_[rank].commands;
+  commands.drop();
+  failpoint("proxy-end");
+  while (commands.status().ok()) {
+    if (deadline.passed()) {
+      return {ErrorCode::kTimeout, "rank " + std::to_string(options_.rank) +
+                                       ", proxy: the commands to rank " + std::to_string(rank) +
+                                       " could not be ended in time. Is this process stopped?"};
+    }
+    wake();
+    std::this_thread::sleep_for(kLeastPause);
   }
   return {};
 }

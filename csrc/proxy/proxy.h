@@ -74,6 +74,9 @@ class Proxy {
   // Waits until all commands that were pushed before have completed, or their rings have ended. One
   // thread at a time.
   Status flush(Deadline deadline);
+  // Ends the ring of a rank that takes no part any more. When this returns ok, none of its commands
+  // reads its source. Any thread, before close().
+  Status end(uint32_t rank, Deadline deadline);
   // Ends all rings, the threads, and the access of peers. When this returns, no command reads its
   // source, and nothing lands in the regions.
   void close();

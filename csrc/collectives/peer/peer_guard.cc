@@ -243,10 +243,10 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   Progress most{own, words_.ended, words_.taken, words_.hadAll};
   lock.unlock();
   failpoint("peers-stopped");
-  const Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&most, 1)),
-                                  {DType::kUInt64, ReduceKind::kMax}, deadline);
+  Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&most, 1)),
+                            {DType::kUInt64, ReduceKind::kMax}, deadline);
   failpoint("peers-agreed");
-  if (agreed.ok() && functions_.onLoss) functions_.onLoss(bitsOf(control_.lastView->active));
+  if (agreed.ok()) agreed = functions_.onLoss(bitsOf(control_.lastView->active));
   lock.lock();
   if (!agreed.ok()) return refuse(agreed.error());
   active_ = bitsOf(control_.lastView->active);

@@ -46,8 +46,8 @@ class PeerGuard {
     // See PeerProxy::endsOf().
     std::function<std::string(uint64_t ranks)> endsOf;
     // Called before kernels go on without lost ranks, with bits of those that are left. May wait for
-    // the device. Null: none.
-    std::function<void(uint64_t active)> onLoss;
+    // the device. An error ends the group.
+    std::function<Status(uint64_t active)> onLoss;
   };
 
   // `control` is used by the guard alone, and `view` is its view. All outlive the guard.

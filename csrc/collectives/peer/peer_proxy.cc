@@ -126,6 +126,12 @@ std::string PeerProxy::endsOf(uint64_t ranks) const {
   return ends;
 }
 
+Status PeerProxy::end(uint64_t ranks, Deadline deadline) {
+  for (uint32_t rank = 0; rank < uint32_t(kernels::kMaxRemoteRanks); ++rank)
+    if (ranks & settings_.remote & uint64_t(1) << rank) MOONCAKE_TRY(proxy_->end(rank, deadline));
+  return {};
+}
+
 void PeerProxy::flush(Deadline deadline) {
   const Status flushed = proxy_->flush(deadline);
   if (!flushed.ok()) log(LogLevel::kWarning, "peers", flushed.error().message);

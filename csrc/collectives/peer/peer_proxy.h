@@ -47,6 +47,9 @@ class PeerProxy {
   // Returns why the rings of these ranks have ended, as the end of a sentence; empty: none has. Any
   // thread, before close().
   std::string endsOf(uint64_t ranks) const;
+  // Ends the rings of ranks that others go on without. When this returns ok, none of their commands
+  // reads the memory, so kernels may write to it.
+  Status end(uint64_t ranks, Deadline deadline);
   // Waits until all commands of kernels that have ended have arrived, as far as their ranks live.
   // Other ranks may need them to end the same operation.
   void flush(Deadline deadline);

@@ -15,7 +15,8 @@
 namespace mooncake {
 namespace {
 
-constexpr auto kGrace = std::chrono::seconds(10);  // for the host to decide after a timeout
+constexpr auto kGrace = std::chrono::seconds(10);   // for the host to decide after a timeout
+constexpr auto kEndTime = std::chrono::seconds(5);  // for a proxy to end rings; less than kGrace
 // Most ranks that are late come within this time. A kernel that has stopped goes on with one block.
 constexpr auto kPatience = std::chrono::milliseconds(50);
 
@@ -64,7 +65,11 @@ Status PeerQueue::start(const Settings& settings) {
       {.acknowledge = [this] { return acknowledge(); },
        .endsOf = [proxy = area_->proxy()](
                      uint64_t ranks) { return proxy ? proxy->endsOf(ranks) : std::string(); },
-       .onLoss = settings.onLoss},
+       .onLoss =
+           [this, onLoss = settings.onLoss](uint64_t active) {
+             if (onLoss) onLoss(active);
+             return endRings(~active);
+           }},
       settings.timeout);
   if (!guard.ok()) return guard.error();
   guard_ = std::move(*guard);
@@ -98,6 +103,11 @@ Status PeerQueue::acknowledge() {
   kernels::AcknowledgeArguments arguments{area_->state()};
   return accelerator_.launch(stream_,
                              {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
+}
+
+// The kernels write to their published memory again once they go on.
+Status PeerQueue::endRings(uint64_t lost) const {
+  return spansHosts() ? area_->proxy()->end(lost, Deadline::after(kEndTime)) : Status();
 }
 
 void PeerQueue::drain(Deadline deadline) const {

@@ -31,7 +31,8 @@ class PeerQueue {
     size_t inboxHalfBytes = 0;
     unsigned mostBlocks = 1;  // of a kernel, and so multiprocessors that it takes
     std::chrono::milliseconds timeout{};
-    std::function<void(uint64_t active)> onLoss = nullptr;  // see PeerGuard::Functions
+    // See PeerGuard::Functions. Null: none.
+    std::function<void(uint64_t active)> onLoss = nullptr;
   };
   // Collective over `control`, a group of the ranks for this object alone; `view` shows its view.
   // All members return ok, or all return an error that says why. Waits for work of the stream.
@@ -94,6 +95,7 @@ class PeerQueue {
   Status start(const Settings& settings);
   Status agreeOnBlocks(Deadline deadline);
   Status acknowledge();
+  Status endRings(uint64_t lost) const;
   Status record(const KernelLaunch& launch);
 
   const std::unique_ptr<Group> control_;

@@ -137,6 +137,24 @@ TEST_P(ProxyFaults, AStoppedPeerEndsItsRing) {
   EXPECT_TRUE(rank->proxy->statusOf(2).ok());
 }
 
+// The ranks go on without it. Its ring does not wait for the timeout.
+TEST_P(ProxyFaults, TheRingOfAStoppedPeerIsEnded) {
+  start({.slots = 16, .timeout = 600s, .kernelTimeout = 600s});
+  Status ended = {ErrorCode::kAborted, "it was not called"};
+  pushWhile(
+      [&] {
+        ::kill(child(1).pid(), SIGSTOP);
+        ended = rank->proxy->end(1, Deadline::after(60s));
+      },
+      300);
+  EXPECT_TRUE(ended.ok()) << ended.error().message;
+  EXPECT_EQ(last, ProxyResult::kEnded);
+  EXPECT_EQ(failures, 0u);
+  EXPECT_TRUE(hasAll(2));
+  EXPECT_EQ(rank->proxy->statusOf(1).code(), ErrorCode::kPeerLost);
+  EXPECT_TRUE(rank->proxy->statusOf(2).ok());
+}
+
 // The ring of a stopped peer fills up. A kernel that gives up loses none of the commands that the
 // ring has taken, and later ones go through.
 TEST_P(ProxyFaults, AFullRingHoldsBackAndLosesNothing) {

@@ -253,6 +253,48 @@ TEST_P(ProxyWires, CloseWithCommandsUnderWay) {
   EXPECT_EQ(then, ranks[1]->target);
 }
 
+// Other rings go on. The source may change once the call returns: nothing of it lands from then on.
+TEST_P(ProxyWires, AnEndedRingReadsItsSourceNoMore) {
+  constexpr uint64_t kPlaces = 8, kBytes = kRegionBytes / kPlaces;
+  for (uint64_t round = 1; round <= 5; ++round) {
+    auto ranks =
+        makeRanks(GetParam(), 3, {.slots = 64, .timeout = 60s, .kernelTimeout = 60s}, round);
+    std::ranges::fill(ranks[0]->source, std::byte{1});
+    const kernels::ProxyView view = ranks[0]->proxy->view();
+    std::atomic<bool> hasBegun{false};
+    ProxyResult last = ProxyResult::kDone;
+    std::thread kernel([&] {
+      runKernel(1, 1, [&] {
+        for (uint64_t n = 0; last == ProxyResult::kDone; ++n) {
+          const uint64_t at = n % kPlaces * kBytes;
+          last = kernels::put(view, 1, {0, 1, at, at, kBytes, uint32_t(n % 3)}).result;
+          hasBegun = n > 20;
+        }
+      });
+    });
+    EXPECT_TRUE(eventually([&] { return hasBegun.load(); }));
+    const Status ended = ranks[0]->proxy->end(1, Deadline::after(60s));
+    ASSERT_TRUE(ended.ok()) << ended.error().message;
+    std::ranges::fill(ranks[0]->source, std::byte{2});
+    kernel.join();
+    EXPECT_EQ(last, ProxyResult::kEnded);
+    EXPECT_EQ(view.counts[1].ended, uint32_t(kernels::ProxyEnd::kPeerLost));
+    const Status status = ranks[0]->proxy->statusOf(1);
+    ASSERT_EQ(status.code(), ErrorCode::kPeerLost);
+    EXPECT_NE(status.error().message.find("the other ranks go on without it"), std::string::npos);
+    runKernel(1, 1, [&] {
+      EXPECT_EQ(kernels::put(view, 2, {0, 1, 0, 0, kBytes, 0}).result, ProxyResult::kDone);
+      EXPECT_EQ(kernels::flush(view, 2), ProxyResult::kDone);
+    });
+    EXPECT_EQ(ranks[2]->target[kBytes - 1], std::byte{2});
+    ranks[1]->proxy->close();
+    EXPECT_EQ(std::ranges::count(ranks[1]->target, std::byte{2}), 0) << round;
+    // A ring that has ended, and a rank without one.
+    EXPECT_TRUE(ranks[0]->proxy->end(1, Deadline::after(0s)).ok());
+    EXPECT_TRUE(ranks[0]->proxy->end(0, Deadline::after(0s)).ok());
+  }
+}
+
 TEST(ProxyOptionsTest, AreChecked) {
   ProxyRank rank("tcp");
   const auto refuses = [&](ProxyOptions options, const char* text) {

@@ -268,6 +268,9 @@ void VirtualGroup::decideUntilOver(int rank) {
     while (!isEvicted(rank) && !(agreement = agree(generation))) relax();
     if (isEvicted(rank)) return;
     for (const uint64_t since = now(); now() < since + own.decisionDelayNs;) relax();
+    const uint64_t lost = ((uint64_t(1) << shape_.ranks) - 1) & ~agreement->active;
+    while (!shape_.hostOf.empty() && !loadAcquireSystem(&own.isOver) && !own.proxy->end(lost))
+      relax();
     const bool isBehind = loadRelaxedSystem(&host.done) < agreement->lastOld;
     host.active = active = agreement->active;
     host.serial = agreement->serial;

@@ -62,6 +62,7 @@ void VirtualProxy::pass() { loadRelaxedSystem(&passed_); }
 
 void VirtualProxy::run(const std::vector<VirtualProxy*>& all, const std::function<bool()>& isOver) {
   while (!isOver()) {
+    endDropped();
     const auto first = int(draw(unsigned(all.size())));
     bool hasWorked = false;
     for (int i = 0; i < int(all.size()) && !hasWorked; ++i) {
@@ -187,6 +188,19 @@ void VirtualProxy::signal(int peer, VirtualProxy& other) {
     one.isSignalled = true;
     storeReleaseSystem(&other.signals_[size_t(rank_) * kWords + word], ++ring.signalled[word]);
   }
+}
+
+bool VirtualProxy::end(uint64_t ranks) {
+  if (dropped_ != ranks) storeReleaseSystem(&dropped_, ranks);
+  return loadAcquireSystem(&ended_) == ranks;
+}
+
+void VirtualProxy::endDropped() {
+  const uint64_t dropped = loadAcquireSystem(&dropped_);
+  if (dropped == ended_) return;
+  for (size_t peer = 0; peer < rings_.size(); ++peer)
+    if (dropped >> peer & 1 && !rings_[peer].hasEnded) end(rings_[peer], ProxyEnd::kPeerLost);
+  storeReleaseSystem(&ended_, dropped);
 }
 
 void VirtualProxy::end(Ring& ring, ProxyEnd why) {

@@ -38,6 +38,8 @@ class VirtualProxy {
   // Where commands of this rank read and write. Mails begin at these offsets of the second region.
   void setRegions(std::span<unsigned char> own, std::span<unsigned char> inbox,
                   std::vector<size_t> mails);
+  // As Proxy::end(): ends the rings of these ranks. Returns whether they have ended. One thread.
+  bool end(uint64_t ranks);
   // The body of a host thread, until `isOver` returns true.
   void run(const std::vector<VirtualProxy*>& all, const std::function<bool()>& isOver);
 
@@ -68,6 +70,7 @@ class VirtualProxy {
   void cut(UnderWay& one);
   void deliver(VirtualProxy& other, UnderWay& one);
   void signal(int peer, VirtualProxy& other);
+  void endDropped();
   void end(Ring& ring, ProxyEnd why);
   bool isMail(size_t offset) const;
   void pass();  // lets other threads run, and faults come
@@ -84,6 +87,7 @@ class VirtualProxy {
   std::span<unsigned char> regions_[2];
   std::vector<size_t> mails_;
   std::vector<Ring> rings_;
+  uint64_t dropped_ = 0, ended_ = 0;  // bits of ranks
   uint32_t passed_ = 0;
 };
 
