@@ -58,6 +58,7 @@ LONGER = [
     "ep_mistakes",
     "ep_normal",
     "ep_slow_link",
+    "ep_token_hosts",
     "ep_training",
     "exits",
     "fabric_links",

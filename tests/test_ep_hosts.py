@@ -12,18 +12,13 @@ import devices
 import ep_crew
 import harness
 import hosts
-import normal_crew
 import peer_ranks
 import pytest
 import test_ep_graphs
 import test_ep_kernels
-import test_ep_token_kernels
 import torch
-import torch.distributed as dist
 from conftest import DEVICE
 from ep_kernel_ranks import EXPERTS, SIZE, TOKENS, a_buffer, crew, inputs
-
-from mooncake.ep import Buffer
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
 
@@ -147,29 +142,6 @@ def test_a_host_that_is_cut_off(request):
         assert outcomes[rank].value == left
     for rank in away:
         assert outcomes[rank].error in ("EvictedError", "MinorityError"), outcomes[rank].text
-
-
-# ---- ranks that do not go by kernels
-
-
-def normal_mode(me):
-    """It goes through host memory, and a line says why."""
-    buffer = Buffer(dist.group.WORLD, normal_crew.AMPLE)
-    given = normal_crew.drawn(1, [20, 30, 10], 9)
-    mine = given[me.rank]
-    call = test_ep_token_kernels.a_call(buffer, mine)
-    found = []
-    peer_ranks.runs_kernels(lambda: found.append(buffer.dispatch(mine.x, **call)), 0)
-    normal_crew.check_dispatch(me, found[0], given, 9)
-    buffer.destroy()
-
-
-def test_the_normal_mode_is_staged():
-    with crew() as ranks:
-        ranks.call(normal_mode)
-        for rank in range(SIZE):
-            log = ranks.log(rank)
-            assert "is on another host than rank 0" in log, log
 
 
 # ---- programs of DeepEP

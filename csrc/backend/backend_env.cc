@@ -26,8 +26,7 @@ constexpr EnvEntry<BackendEnv> kTable[] = {
       "MOONCAKE_STREAM_WORDS=0"},
      flagInto<&BackendEnv::epStreamWords>},
     {{"MOONCAKE_EP_KERNELS", "0",
-      "1: the calls of EP Buffers go by kernels for tensors of devices, in the normal mode if all "
-      "ranks are on one host. The same on all ranks"},
+      "1: the calls of EP Buffers go by kernels for tensors of devices. The same on all ranks"},
      flagInto<&BackendEnv::epKernels>},
     {{"MOONCAKE_PINNED_CACHE", "536870912",
       "Bytes of pinned memory per device that wait for the next operation on the device's tensors"},

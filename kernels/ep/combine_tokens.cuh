@@ -16,6 +16,7 @@ struct PieceRows {
   uint32_t begin[kMaxRanks];  // first row of all pieces, in x
   uint32_t end;               // of all places
   uint32_t most;              // rows of the largest piece up to this one
+  uint32_t mostOfOne;         // the same of those that go back to one remote rank
 };
 
 // The first row of [begin, end) with a token that is not below `token`.
@@ -33,7 +34,6 @@ MC_DEVICE uint32_t lowerBound(const int32_t* sources, uint32_t begin, uint32_t e
 
 // All threads of a block.
 MC_DEVICE void findRows(const CombineTokens& a, const Turn& turn, PieceRows& found) {
-  __syncthreads();  // the block may still use the rows of an earlier piece
   if (threadIdx.x < kLanes) {
     const unsigned rank = lane(), ranks = unsigned(a.call.exchange.state->ranks);
     const size_t piece = turn.number;
@@ -51,6 +51,9 @@ MC_DEVICE void findRows(const CombineTokens& a, const Turn& turn, PieceRows& fou
                 : lowerBound(a.sources, first, last, (piece + 1) * a.call.step);
     }
     const uint32_t count = end > first ? end - first : 0, behind = sumUpTo(count);
+    const bool isRemote = has(a.call.exchange.state->remote.ranks, int(rank));
+    const uint32_t largest =
+        combineLanes(isRemote ? count : 0, [](uint32_t a, uint32_t b) { return a > b ? a : b; });
     if (rank < ranks) {
       found.first[rank] = first;
       found.begin[rank] = begin;
@@ -60,25 +63,34 @@ MC_DEVICE void findRows(const CombineTokens& a, const Turn& turn, PieceRows& fou
     if (rank == ranks - 1) {
       found.end = behind;
       found.most = piece > 0 && found.most > behind ? found.most : behind;
+      found.mostOfOne = piece > 0 && found.mostOfOne > largest ? found.mostOfOne : largest;
     }
   }
   __syncthreads();
 }
 
-MC_DEVICE size_t roomOf(const GroupState& state, const TokenCall& call) {
-  return (state.halfBytes - answerRowsAt()) / call.rowBytes;
+// The most rows in the published memory of a rank.
+MC_DEVICE size_t roomOf(const GroupState& state, int rank, const TokenCall& call) {
+  return (publishedBytes(state, rank) - answerRowsAt()) / call.rowBytes;
 }
 
-MC_DEVICE void publishAnswers(const CombineTokens& a, unsigned char* own, const Turn& turn,
-                              unsigned block, PieceRows& rows) {
+// Rows that fit into an inbox. Without remote ranks any number does.
+MC_DEVICE size_t roomThere(const GroupState& state, const TokenCall& call) {
+  if (!state.remote.ranks) return SIZE_MAX;
+  return (state.remote.inboxHalfBytes - answerRowsAt()) / call.rowBytes;
+}
+
+MC_DEVICE void publishAnswers(const CombineTokens& a, unsigned char* own, unsigned block,
+                              const PieceRows& rows) {
   const TokenCall& call = a.call;
   const GroupState& state = *call.exchange.state;
-  findRows(a, turn, rows);
-  const size_t room = roomOf(state, call), rowBytes = 2 * a.hidden;
+  const size_t room = roomOf(state, state.rank, call), rowBytes = 2 * a.hidden;
   const size_t weightBytes = a.weightCount * sizeof(float);
   const unsigned ranks = unsigned(state.ranks);
+  const Part part = partOf(rows.end, block, gridDim.x, 1);
+  const unsigned warp = threadIdx.x / kLanes, warpsHere = blockDim.x / kLanes;
   unsigned rank = 0;
-  for (size_t place = warpOf(block); place < rows.end && place < room; place += warps()) {
+  for (size_t place = part.begin + warp; place < part.end && place < room; place += warpsHere) {
     while (place >= size_t(rows.place[rank]) + rows.count[rank]) ++rank;
     const size_t row = rows.first[rank] + (place - rows.place[rank]);
     unsigned char* const to = own + answerRowsAt() + place * call.rowBytes;
@@ -89,11 +101,38 @@ MC_DEVICE void publishAnswers(const CombineTokens& a, unsigned char* own, const 
                weightBytes);
   }
   if (block != gridDim.x - 1 || threadIdx.x >= kLanes) return;
-  // So a row's place is this number and the row's place among those of all pieces.
-  if (lane() < ranks)
-    factsIn(own)[lane()] = rows.place[lane()] - (rows.first[lane()] - rows.begin[lane()]);
-  publishFacts(call, own, a.dispatched->number,
-               rows.most > room ? Failure::kNoPlace : Failure::kNone);
+  // So a row's place is this number and the row's place among those of all pieces. A remote rank has
+  // only its own rows.
+  if (lane() < ranks) {
+    const uint32_t place = has(state.remote.ranks, int(lane())) ? 0 : rows.place[lane()];
+    factsIn(own)[lane()] = place - (rows.first[lane()] - rows.begin[lane()]);
+  }
+  const bool fits = rows.most <= room && rows.mostOfOne <= roomThere(state, call);
+  publishFacts(call, own, a.dispatched->number, fits ? Failure::kNone : Failure::kNoPlace);
+}
+
+constexpr size_t kPushedBytes = size_t(1) << 20;  // at most by a command, but for one row
+
+// Pushes the facts, and those of a remote rank's rows that the block has written. One warp.
+MC_DEVICE void pushAnswers(const CombineTokens& a, Pushes& pushes, unsigned block,
+                           const PieceRows& rows) {
+  const TokenCall& call = a.call;
+  const GroupState& state = pushes.state;
+  const size_t begin = rows.place[pushes.peer];
+  Part part =
+      commonOf(partOf(rows.end, block, gridDim.x, 1), {begin, begin + rows.count[pushes.peer]});
+  // Without room for all rows, the group fails.
+  const size_t room = roomOf(state, state.rank, call), there = begin + roomThere(state, call);
+  part = commonOf(part, {0, room < there ? room : there});
+  push(pushes, 0, 0, block == gridDim.x - 1 && lane() == 0 ? answerRowsAt() : 0);
+  const size_t each = call.rowBytes < kPushedBytes ? kPushedBytes / call.rowBytes : 1;
+  for (size_t first = part.begin; first < part.end; first += each * kLanes) {
+    const size_t place = first + each * lane();
+    const Part mine = commonOf(part, {place, place + each});
+    push(pushes, answerRowsAt() + mine.begin * call.rowBytes,
+         answerRowsAt() + (mine.begin - begin) * call.rowBytes,
+         (mine.end - mine.begin) * call.rowBytes);
+  }
 }
 
 // ---- adding
@@ -106,12 +145,10 @@ MC_DEVICE Answer answersOf(const CombineTokens& a, const GroupState& state, cons
   const bool isWanted = choice.expert >= 0 && choice.expert < state.ranks;
   Answer answer{nullptr, 1};
   if (isWanted && has(participants, state.rank) && has(participants, choice.expert)) {
-    const uint32_t row = factsOf(state, choice.expert, turn)[state.rank] + choice.index;
+    const uint32_t row = factsOf(turn, choice.expert)[state.rank] + choice.index;
     // If this rank is out, the number may be another operation's.
-    if (row < roomOf(state, a.call)) {
-      answer.row =
-          published(state, choice.expert, turn.serial) + answerRowsAt() + row * a.call.rowBytes;
-    }
+    if (row < roomOf(state, choice.expert, a.call))
+      answer.row = turn.data[choice.expert] + answerRowsAt() + row * a.call.rowBytes;
   }
   isMissing = __any_sync(kAllLanes, isWanted && !answer.row);
   return answer;
@@ -171,10 +208,9 @@ MC_DEVICE void combineTokens(const CombineTokens& a) {
     return found;
   };
   exchangeTokens(
-      a.call,
-      [&](unsigned char* own, const Turn& turn, unsigned block) {
-        publishAnswers(a, own, turn, block, rows);
-      },
+      a.call, [&](const Turn& turn) { findRows(a, turn, rows); },
+      [&](unsigned char* own, const Turn&, unsigned block) { publishAnswers(a, own, block, rows); },
+      [&](Pushes& pushes, const Turn&, unsigned block) { pushAnswers(a, pushes, block, rows); },
       [&](const GroupState& state, const Turn& turn, unsigned block) {
         const Together with = togetherIn(turn);
         if (with.failure == uint32_t(Failure::kNone))

@@ -7,8 +7,9 @@
 // The common part of the kernels for experts.
 namespace mooncake::kernels {
 
-MC_DEVICE const Published& publishedOf(const GroupState& state, int rank, uint64_t serial) {
-  return *reinterpret_cast<const Published*>(published(state, rank, serial));
+// The facts of a rank that takes part.
+MC_DEVICE const Published& publishedOf(const Turn& turn, int rank) {
+  return *reinterpret_cast<const Published*>(turn.data[rank]);
 }
 
 MC_DEVICE int32_t chosenAt(const Chosen& chosen, size_t place) {
@@ -40,7 +41,7 @@ MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t 
     uint64_t mask = turn.active;
     Failure failure = Failure::kNone;
     if (rank < state.ranks && has(turn.active, rank)) {
-      const Published& theirs = publishedOf(state, rank, turn.serial);
+      const Published& theirs = publishedOf(turn, rank);
       mask = theirs.mask;
       failure = Failure(theirs.failure);
       if (failure == Failure::kNone && theirs.dispatch != dispatch)
@@ -58,6 +59,23 @@ MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t 
   }
   __syncthreads();
   return shared;
+}
+
+// Pushes rows of `rowBytes` at `at` of published memory to the same place of a remote rank's inbox:
+// those of [rows.begin, rows.end) that `isWanted(row)` names. One warp.
+template <typename IsWanted>
+MC_DEVICE void pushRows(Pushes& pushes, size_t at, size_t rowBytes, const Part& rows,
+                        const IsWanted& isWanted) {
+  for (size_t begin = rows.begin; begin < rows.end; begin += kLanes) {
+    const size_t row = begin + lane();
+    const bool isOne = row < rows.end && isWanted(row);
+    // The first lane of a run of rows pushes all of them.
+    const unsigned wanted = __ballot_sync(kAllLanes, isOne), from = wanted >> lane();
+    const bool isBegin = isOne && (lane() == 0 || !(wanted >> (lane() - 1) & 1));
+    const unsigned count = ~from ? unsigned(__ffs(int(~from)) - 1) : kLanes;
+    const size_t place = at + row * rowBytes;
+    push(pushes, place, place, isBegin ? count * rowBytes : 0);
+  }
 }
 
 // This kernel's waits for the ranks, in shared memory.

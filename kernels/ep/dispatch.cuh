@@ -120,20 +120,14 @@ MC_DEVICE void pushTokens(const DispatchSend& a, Pushes& pushes, unsigned block)
                                      : 0;
   push(pushes, isFirst ? 0 : choices, isFirst ? 0 : choices, bytes);
   const size_t rows = tokensAt(a.call.experts, a.chosen.tokens, topk);
-  for (size_t begin = tokens.begin; begin < tokens.end; begin += kLanes) {
-    const size_t token = begin + lane();
+  pushRows(pushes, rows, rowBytes, tokens, [&](size_t token) {
     bool isWanted = false;
-    for (size_t k = 0; token < tokens.end && k < topk; ++k) {
+    for (size_t k = 0; k < topk; ++k) {
       const int32_t expert = a.choices[token * topk + k].expert;
       isWanted |= expert != kNone && a.experts[expert].owner == pushes.peer;
     }
-    // The first lane of a run of rows pushes all of them.
-    const unsigned wanted = __ballot_sync(kAllLanes, isWanted), from = wanted >> lane();
-    const bool isBegin = isWanted && (lane() == 0 || !(wanted >> (lane() - 1) & 1));
-    const unsigned count = ~from ? unsigned(__ffs(int(~from)) - 1) : kLanes;
-    const size_t at = rows + token * rowBytes;
-    push(pushes, at, at, isBegin ? count * rowBytes : 0);
-  }
+    return isWanted;
+  });
 }
 
 MC_DEVICE void dispatchSend(const DispatchSend& a) {
@@ -221,7 +215,7 @@ MC_DEVICE unsigned firstRow(const GroupState& state, const Turn& turn, uint64_t 
 MC_DEVICE size_t takeRows(const DispatchReceive& a, const GroupState& state, const Turn& turn,
                           uint64_t participants, int source, unsigned block, size_t before) {
   const unsigned char* const theirs = published(state, source, turn.serial);
-  const Published& about = publishedOf(state, source, turn.serial);
+  const Published& about = publishedOf(turn, source);
   const unsigned tokens = about.tokens, topk = about.topk;  // read over the wire, so only once
   // If this rank is out, these may be another operation's. No number of it may lead astray.
   const bool areSound = tokens <= a.call.maxTokens && topk <= kMostTopk &&

@@ -3,7 +3,8 @@
 #include "kernels/ep/tokens.cuh"
 
 // The dispatch of the normal mode: each rank publishes its tokens' rows, and which ranks have them.
-// Then each rank takes its own. Each row crosses once to each of its ranks, straight to its place.
+// Then each rank takes its own. Each row crosses once to each of its ranks, straight to its place; to
+// ranks of another host it crosses once, and they take it there.
 namespace mooncake::kernels {
 
 // ---- publishing
@@ -44,6 +45,33 @@ MC_DEVICE void publishTokens(const DispatchTokens& a, unsigned char* own, const 
   publishFacts(call, own, a.earlier ? a.earlier->number : 0, Failure::kNone);
 }
 
+// Pushes the facts, the block's choices and its rows for the ranks of a remote host, if the remote
+// rank receives what this one has for that host. One warp.
+MC_DEVICE void pushTokens(const DispatchTokens& a, Pushes& pushes, const Turn& turn,
+                          unsigned block) {
+  const TokenCall& call = a.call;
+  if (!receives(call.exchange, turn, pushes.peer)) return;
+  const Part piece = tokensOf(call, turn.number, call.tokens);
+  const size_t tokens = piece.end - piece.begin;
+  const Part part = partOf(tokens, block, gridDim.x, 1);
+  const size_t each = call.width * sizeof(Choice);
+  const bool isFirst = lane() == 0;
+  const size_t at = isFirst ? 0 : tokenChoicesAt() + part.begin * each;
+  const size_t bytes = isFirst       ? (block == gridDim.x - 1 ? tokenChoicesAt() : 0)
+                       : lane() == 1 ? (part.end - part.begin) * each
+                                     : 0;
+  push(pushes, at, at, bytes);
+  const uint64_t there = turn.active & pushes.state.remote.hosts[pushes.peer];
+  pushRows(pushes, tokenRowsAt(tokens, call.width), call.rowBytes, part, [&](size_t token) {
+    bool isWanted = false;
+    for (unsigned i = 0; i < call.width; ++i) {
+      const int32_t rank = call.choices[(piece.begin + token) * call.width + i].expert;
+      isWanted |= rank >= 0 && rank < pushes.state.ranks && has(there, rank);
+    }
+    return isWanted;
+  });
+}
+
 // ---- taking
 
 MC_DEVICE Together togetherIn(const DispatchTokens& a, const Turn& turn) {
@@ -65,7 +93,7 @@ MC_DEVICE void findArrivals(const DispatchTokens& a, const GroupState& state, co
   if (threadIdx.x < kLanes) {
     const unsigned rank = lane(), ranks = unsigned(state.ranks);
     const bool isIn = rank < ranks && has(participants, int(rank)) && has(participants, state.rank);
-    uint32_t count = isIn ? factsOf(state, int(rank), turn)[state.rank] : 0;
+    uint32_t count = isIn ? factsOf(turn, int(rank))[state.rank] : 0;
     uint32_t end = sumUpTo(count), begin = end - count;
     if (a.earlier && rank < ranks) {
       begin = rank == 0 ? 0 : uint32_t(a.earlierEnds[rank - 1]);
@@ -107,14 +135,14 @@ MC_DEVICE void zeroRows(const DispatchTokens& a, const Arrivals& found, unsigned
 MC_DEVICE size_t takeTokens(const DispatchTokens& a, const GroupState& state, const Turn& turn,
                             const Arrivals& found, int source, unsigned block, size_t before) {
   const TokenCall& call = a.call;
-  const unsigned char* const theirs = published(state, source, turn.serial);
-  const Published& about = publishedOf(state, source, turn.serial);
+  const unsigned char* const theirs = turn.data[source];
+  const Published& about = publishedOf(turn, source);
   const size_t all = about.tokens, width = about.topk;  // read over the wire, so only once
   const Part piece = tokensOf(call, turn.number, all);
-  const size_t tokens = piece.end - piece.begin;
+  const size_t tokens = piece.end - piece.begin, room = publishedBytes(state, source);
   // If this rank is out, these may be another operation's. No number of it may lead astray.
-  const bool areSound = width == call.width && tokens <= state.halfBytes / call.rowBytes &&
-                        tokenRowsAt(tokens, width) + tokens * call.rowBytes <= state.halfBytes;
+  const bool areSound = width == call.width && tokens <= room / call.rowBytes &&
+                        tokenRowsAt(tokens, width) + tokens * call.rowBytes <= room;
   const size_t choices = areSound ? tokens * width : 0;
   const Choice* const chosen = reinterpret_cast<const Choice*>(theirs + tokenChoicesAt());
   const unsigned char* const rows = theirs + tokenRowsAt(tokens, width);
@@ -154,8 +182,8 @@ MC_DEVICE Together withRoom(const GroupState& state, const Turn& turn, Together 
         has(found.participants, rank)) {
       size_t rows = 0;
       for (int source = 0; source < state.ranks; ++source)
-        if (has(found.participants, source)) rows += factsOf(state, source, turn)[rank];
-      isFull = rows > factsOf(state, rank, turn)[state.ranks];
+        if (has(found.participants, source)) rows += factsOf(turn, source)[rank];
+      isFull = rows > factsOf(turn, rank)[state.ranks];
     }
     const unsigned full = __ballot_sync(kAllLanes, isFull);
     if (full) found = {found.participants, uint32_t(Failure::kNoPlace), __ffs(int(full)) - 1};
@@ -175,8 +203,7 @@ MC_DEVICE void writeFacts(const DispatchTokens& a, const GroupState& state, cons
     const int rank = i / (ranks + 1), of = i % (ranks + 1);
     uint32_t number = 0;
     if (has(participants, rank) && has(participants, state.rank)) {
-      number = of < ranks ? factsOf(state, rank, turn)[of]
-                          : publishedOf(state, rank, turn.serial).tokens;
+      number = of < ranks ? factsOf(turn, rank)[of] : publishedOf(turn, rank).tokens;
     }
     a.table[i] = int32_t(number);
   }
@@ -188,10 +215,11 @@ MC_DEVICE void writeFacts(const DispatchTokens& a, const GroupState& state, cons
 MC_DEVICE void dispatchTokens(const DispatchTokens& a) {
   MC_SHARED(Arrivals, arrivals);
   exchangeTokens(
-      a.call,
+      a.call, [](const Turn&) {},
       [&](unsigned char* own, const Turn& turn, unsigned block) {
         publishTokens(a, own, turn, block);
       },
+      [&](Pushes& pushes, const Turn& turn, unsigned block) { pushTokens(a, pushes, turn, block); },
       [&](const GroupState& state, const Turn& turn, unsigned block) {
         const Together with = togetherIn(a, turn);
         if (with.failure != uint32_t(Failure::kNone)) return;

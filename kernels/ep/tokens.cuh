@@ -16,8 +16,8 @@ MC_DEVICE Part tokensOf(const TokenCall& call, unsigned piece, size_t tokens) {
 }
 
 MC_DEVICE uint32_t* factsIn(unsigned char* own) { return reinterpret_cast<uint32_t*>(own + kLine); }
-MC_DEVICE const uint32_t* factsOf(const GroupState& state, int rank, const Turn& turn) {
-  return reinterpret_cast<const uint32_t*>(published(state, rank, turn.serial) + kLine);
+MC_DEVICE const uint32_t* factsOf(const Turn& turn, int rank) {
+  return reinterpret_cast<const uint32_t*>(turn.data[rank] + kLine);
 }
 
 // Publishes the facts beside a rank's rows. One warp.
@@ -29,10 +29,11 @@ MC_DEVICE void publishFacts(const TokenCall& call, unsigned char* own, uint64_t 
 }
 
 // An operation with data that all ranks publish in each piece. `write(own, turn, block)` writes the
-// block's part. The others: see runExchange().
-template <typename Write, typename Consume, typename Finish>
-MC_DEVICE void exchangeTokens(const TokenCall& call, const Write& write, const Consume& consume,
-                              const Finish& finish) {
+// block's part, and `push(pushes, turn, block)` pushes it to a remote rank, after `prepare(turn)` in
+// each turn. The others: see runExchange().
+template <typename Prepare, typename Write, typename Push, typename Consume, typename Finish>
+MC_DEVICE void exchangeTokens(const TokenCall& call, const Prepare& prepare, const Write& write,
+                              const Push& push, const Consume& consume, const Finish& finish) {
   const Exchange& exchange = call.exchange;
   if (!beginBlock(exchange)) return;
   runExchange(
@@ -40,9 +41,11 @@ MC_DEVICE void exchangeTokens(const TokenCall& call, const Write& write, const C
       [&](const Turn& turn, const Blocks& blocks) {
         const GroupState& state = *exchange.state;
         unsigned char* const own = published(state, state.rank, turn.serial);
+        prepare(turn);
         for (unsigned block = blocks.first; block < blocks.end; ++block)
           if (blocks.publish(state, block, turn.number)) write(own, turn, block);
-        signalAll(exchange, turn, blocks, [](Pushes&, unsigned) {});
+        signalAll(exchange, turn, blocks,
+                  [&](Pushes& pushes, unsigned block) { push(pushes, turn, block); });
       },
       consume, finish);
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 ARRIVAL, EXCHANGE, PUBLISH = "arrival.cuh", "exchange.cuh", "publish.cuh"
 REMOTE, GROUP, PIECES = "remote.cuh", "group.cuh", "pieces.cuh"
 SPLITS, DISPATCH, COMBINE = "all_to_all.cuh", "ep/dispatch.cuh", "ep/combine.cuh"
+COMMON = "ep/common.cuh"
 MUTANTS = [
     # Mails
     (
@@ -195,7 +196,7 @@ MUTANTS = [
     (
         "ep",
         "only the first row of several is pushed",
-        DISPATCH,
+        COMMON,
         "isBegin ? count * rowBytes : 0",
         "isBegin ? rowBytes : 0",
     ),

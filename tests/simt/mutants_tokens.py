@@ -24,10 +24,10 @@ MUTANTS = [
         "call.among",
     ),
     (
-        "facts are those of another turn",
+        "facts are those of the first rank",
         TOKENS,
-        "published(state, rank, turn.serial) + kLine",
-        "published(state, rank, turn.serial + 1) + kLine",
+        "turn.data[rank] + kLine",
+        "turn.data[rank > 0 ? 0 : rank] + kLine",
     ),
     # Dispatch
     (
@@ -57,8 +57,8 @@ MUTANTS = [
     (
         "counts are those for another rank",
         DISPATCH,
-        "factsOf(state, int(rank), turn)[state.rank] : 0",
-        "factsOf(state, int(rank), turn)[0] : 0",
+        "factsOf(turn, int(rank))[state.rank] : 0",
+        "factsOf(turn, int(rank))[0] : 0",
     ),
     (
         "earlier places are ignored",
@@ -118,14 +118,14 @@ MUTANTS = [
     (
         "all pieces have all rows' places",
         COMBINE,
-        "rows.place[lane()] - (rows.first[lane()] - rows.begin[lane()])",
-        "rows.place[lane()]",
+        "place - (rows.first[lane()] - rows.begin[lane()])",
+        "place",
     ),
     (
         "rows of another rank are added",
         COMBINE,
-        "factsOf(state, choice.expert, turn)[state.rank] + choice.index",
-        "factsOf(state, choice.expert, turn)[choice.expert] + choice.index",
+        "factsOf(turn, choice.expert)[state.rank] + choice.index",
+        "factsOf(turn, choice.expert)[choice.expert] + choice.index",
     ),
     (
         "biases are those of the first token",
@@ -162,25 +162,62 @@ MUTANTS = [
     (
         "a lack of room is not told",
         COMBINE,
-        "rows.most > room ? Failure::kNoPlace",
-        "false ? Failure::kNoPlace",
-    ),
-    (
-        "a block overwrites rows' places that its threads still read",
-        COMBINE,
-        "  __syncthreads();  // the block may still use the rows of an earlier piece\n",
-        "",
+        "rows.most <= room",
+        "true",
     ),
     (
         "no barrier behind the rows' places",
         COMBINE,
-        "found.most : behind;\n    }\n  }\n  __syncthreads();",
-        "found.most : behind;\n    }\n  }",
+        "found.mostOfOne : largest;\n    }\n  }\n  __syncthreads();",
+        "found.mostOfOne : largest;\n    }\n  }",
     ),
     (
         "a lack of room in an earlier piece is forgotten",
         COMBINE,
         "piece > 0 && found.most > behind ? found.most : behind",
         "behind",
+    ),
+    # Ranks on other hosts
+    (
+        "only the receiver's own rows cross",
+        DISPATCH,
+        "has(there, rank);",
+        "rank == pushes.peer;",
+    ),
+    (
+        "rows cross to each rank of a host",
+        DISPATCH,
+        "  if (!receives(call.exchange, turn, pushes.peer)) return;\n",
+        "",
+    ),
+    (
+        "facts are pushed before they are written",
+        DISPATCH,
+        "(block == gridDim.x - 1 ? tokenChoicesAt() : 0)",
+        "(block == 0 ? tokenChoicesAt() : 0)",
+    ),
+    (
+        "a remote rank's rows have the places of published memory",
+        COMBINE,
+        "has(state.remote.ranks, int(lane())) ? 0 : rows.place[lane()]",
+        "rows.place[lane()]",
+    ),
+    (
+        "rows are pushed before other blocks have written them",
+        COMBINE,
+        "commonOf(partOf(rows.end, block, gridDim.x, 1),",
+        "commonOf({0, rows.end},",
+    ),
+    (
+        "a lack of room in an inbox is not told",
+        COMBINE,
+        "rows.mostOfOne <= roomThere(state, call)",
+        "true",
+    ),
+    (
+        "a lack of room in an inbox in an earlier piece is forgotten",
+        COMBINE,
+        "piece > 0 && found.mostOfOne > largest ? found.mostOfOne : largest",
+        "largest",
     ),
 ]

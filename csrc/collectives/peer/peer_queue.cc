@@ -83,7 +83,6 @@ Status PeerQueue::agreeOnBlocks(Deadline deadline) {
 }
 
 PeerQueue::~PeerQueue() {
-  const bool isUsable = guard_ && guard_->usable().ok();
   guard_.reset();  // first: it ends kernels that wait
   if (!area_) return;
   // Replays that come later find the refusal on the device. An error shows below.
@@ -93,7 +92,8 @@ PeerQueue::~PeerQueue() {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);
   }
-  if (isUsable && over.ok() && spansHosts()) area_->proxy()->flush(Deadline::after(kGrace));
+  // Also if the group has failed: other ranks find the same failure by this one's data.
+  if (over.ok() && spansHosts()) area_->proxy()->flush(Deadline::after(kGrace));
   if (over.ok() && !order_.hasGraphs()) return;
   if (area_->proxy()) area_->proxy()->close();
   (void)area_.release();

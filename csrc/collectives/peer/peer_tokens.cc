@@ -14,6 +14,9 @@ namespace {
 constexpr unsigned kMostBlocks = 16;        // see kernels::kMaxBlocks
 constexpr size_t kBytesOfBlock = 16 << 10;  // less is not worth a further block
 
+// Of facts beside rows in an inbox.
+constexpr size_t kFactBytes = std::max(kernels::tokenChoicesAt(), kernels::answerRowsAt());
+
 enum class Kind : uint64_t { kDispatch = 3, kDispatchAgain, kCombine };  // after those of experts
 
 size_t ceilDiv(size_t number, size_t by) { return (number + by - 1) / by; }
@@ -32,30 +35,43 @@ Result<std::unique_ptr<PeerTokens>> PeerTokens::make(std::unique_ptr<Group> cont
                                                      DeviceStream stream, size_t bytes,
                                                      std::chrono::milliseconds timeout,
                                                      Deadline deadline) {
+  // A combine sends a rank the rows of its own tokens.
+  const size_t perRank = bytes / size_t(control->size());
   auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
-                               {.halfBytes = bytes, .mostBlocks = kMostBlocks, .timeout = timeout},
+                               {.halfBytes = bytes,
+                                .inboxHalfBytes = perRank + kFactBytes,
+                                .mostBlocks = kMostBlocks,
+                                .timeout = timeout},
                                deadline);
   if (!queue.ok()) return queue.error();
   return std::unique_ptr<PeerTokens>(new PeerTokens(std::move(*queue)));
 }
 
+size_t PeerTokens::inboxBytes() const {
+  return queue_->spansHosts() ? queue_->area().inboxHalfBytes() : SIZE_MAX;
+}
+
+size_t PeerTokens::roomIn(size_t bytes, size_t fixed, size_t each) {
+  return bytes > fixed ? (bytes - fixed) / each : 0;
+}
+
 // Evenly cut pieces of `most` tokens or fewer.
 Result<PeerTokens::Pieces> PeerTokens::piecesOf(const Shape& shape, size_t most,
                                                 const char* what) const {
-  if (most == 0) return tooSmall(queue_->area().halfBytes(), what);
+  if (most == 0) return tooSmall(std::min(queue_->area().halfBytes(), inboxBytes()), what);
   const size_t count = std::max<size_t>(ceilDiv(*shape.mostTokens, most), 1);
   return Pieces{unsigned(count), std::max<size_t>(ceilDiv(*shape.mostTokens, count), 1)};
 }
 
 Result<PeerTokens::Pieces> PeerTokens::piecesOfDispatch(const Shape& shape, size_t rowBytes,
                                                         size_t tokens) const {
-  const size_t half = queue_->area().halfBytes();
+  // All of them may go to one inbox.
+  const size_t bytes = std::min(queue_->area().halfBytes(), inboxBytes());
   const size_t fixed = kernels::tokenRowsAt(0, 0) + kernels::kLine;
-  const size_t each = shape.width * sizeof(kernels::Choice) + rowBytes;
-  const size_t most = half > fixed ? (half - fixed) / each : 0;
+  const size_t most = roomIn(bytes, fixed, shape.width * sizeof(kernels::Choice) + rowBytes);
   if (shape.mostTokens) return piecesOf(shape, most, "one token");
   if (tokens > most) {
-    return tooSmall(half,
+    return tooSmall(bytes,
                     std::to_string(tokens) + " tokens, which go at once with num_worst_tokens");
   }
   return Pieces{1, most};
@@ -63,13 +79,17 @@ Result<PeerTokens::Pieces> PeerTokens::piecesOfDispatch(const Shape& shape, size
 
 Result<PeerTokens::Pieces> PeerTokens::piecesOfCombine(const Shape& shape, size_t rowBytes) const {
   const size_t half = queue_->area().halfBytes(), fixed = kernels::answerRowsAt();
-  const size_t most = half > fixed ? (half - fixed) / rowBytes : 0;
-  if (shape.mostRows <= most) return Pieces{1, std::numeric_limits<size_t>::max()};
+  const size_t most = roomIn(half, fixed, rowBytes);
+  // Of one rank's tokens, which go back to its inbox.
+  const size_t mostThere = roomIn(inboxBytes(), fixed, rowBytes);
+  if (shape.mostRows <= most && shape.mostTokens.value_or(0) <= mostThere)
+    return Pieces{1, std::numeric_limits<size_t>::max()};
   if (!shape.mostTokens) {
     return tooSmall(half, std::to_string(shape.mostRows) +
                               " rows, which come back at once with num_worst_tokens");
   }
-  return piecesOf(shape, most / size_t(queue_->group().size()), "one token of each rank");
+  return piecesOf(shape, std::min(most / size_t(queue_->group().size()), mostThere),
+                  "one token of each rank");
 }
 
 Status PeerTokens::checkCombine(const Shape& shape, size_t hidden, size_t weights) const {
@@ -77,11 +97,12 @@ Status PeerTokens::checkCombine(const Shape& shape, size_t hidden, size_t weight
 }
 
 kernels::TokenCall PeerTokens::callOf(const Shape& shape, const Caller& caller,
-                                      const Pieces& pieces, size_t rowBytes, uint32_t hash,
-                                      Deadline deadline) const {
+                                      const Pieces& pieces, kernels::Readers readers,
+                                      size_t rowBytes, uint32_t hash, Deadline deadline) const {
   kernels::Exchange exchange = queue_->exchange(
       callHash({pieces.count, pieces.step, rowBytes, shape.width, shape.mostRows}, hash), deadline);
   exchange.pieces = pieces.count;
+  exchange.readers = readers;
   return {.exchange = exchange,
           .mask = {caller.mask, caller.activeRanks},
           .among = caller.among,
@@ -126,7 +147,8 @@ Result<uint64_t> PeerTokens::dispatch(const Dispatch& given, Clock::duration lim
   if (!pieces.ok()) return pieces.error();
   const Deadline deadline = Deadline::after(limit);
   kernels::DispatchTokens arguments{
-      .call = callOf(given.shape, given.caller, *pieces, rowBytes, hash, deadline),
+      .call = callOf(given.shape, given.caller, *pieces, kernels::Readers::kAll, rowBytes, hash,
+                     deadline),
       .fields = {},
       .fieldCount = unsigned(given.fields.size()),
       .counts = given.counts,
@@ -148,7 +170,8 @@ Result<uint64_t> PeerTokens::combine(const Combine& given, Clock::duration limit
   const Deadline deadline = Deadline::after(limit);
   const uint32_t hash = callHash({uint64_t(Kind::kCombine), given.hidden, given.weightCount});
   kernels::CombineTokens arguments{
-      .call = callOf(given.shape, given.caller, *pieces, rowBytes, hash, deadline),
+      .call = callOf(given.shape, given.caller, *pieces, kernels::Readers::kOwnPart, rowBytes, hash,
+                     deadline),
       .hidden = given.hidden,
       .weightCount = given.weightCount,
       .x = static_cast<const unsigned char*>(given.x),

@@ -15,13 +15,12 @@
 
 namespace mooncake {
 
-// Dispatch and combine of the normal mode for a group with all ranks on one host, as kernels on memory
-// of devices that all of them map. Rows have the order and the bits of csrc/ep. Addresses are the
-// device's. One thread at a time.
+// Dispatch and combine of the normal mode, as kernels on memory of devices that the ranks of a host
+// map. Rows have the order and the bits of csrc/ep. Addresses are the device's. One thread at a time.
 class PeerTokens {
  public:
-  // `bytes` of rows that a rank publishes for one piece of an operation. All other parameters: see
-  // PeerQueue::make().
+  // `bytes` of rows that a rank publishes for one piece of an operation. With ranks on several hosts,
+  // a dispatch publishes at most `bytes` / ranks. All other parameters: see PeerQueue::make().
   static Result<std::unique_ptr<PeerTokens>> make(std::unique_ptr<Group> control,
                                                   std::shared_ptr<ViewFeed> view,
                                                   Result<Accelerator*> accelerator,
@@ -96,8 +95,12 @@ class PeerTokens {
   Result<Pieces> piecesOf(const Shape& shape, size_t most, const char* what) const;
   Result<Pieces> piecesOfDispatch(const Shape& shape, size_t rowBytes, size_t tokens) const;
   Result<Pieces> piecesOfCombine(const Shape& shape, size_t rowBytes) const;
+  // Rows of an operation that have room in published memory, or in that of an inbox: `bytes`.
+  static size_t roomIn(size_t bytes, size_t fixed, size_t each);
+  size_t inboxBytes() const;
   kernels::TokenCall callOf(const Shape& shape, const Caller& caller, const Pieces& pieces,
-                            size_t rowBytes, uint32_t hash, Deadline deadline) const;
+                            kernels::Readers readers, size_t rowBytes, uint32_t hash,
+                            Deadline deadline) const;
   template <typename Arguments>
   Result<uint64_t> enqueue(const char* name, KernelId kernel, const Shape& shape,
                            const Arguments& arguments, Deadline deadline);

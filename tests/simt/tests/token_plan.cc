@@ -127,7 +127,7 @@ TokenMask TokenPlan::drawMask() {
   return drawn;
 }
 
-size_t TokenPlan::halfBytes(const TokenRound& round) const {
+size_t TokenPlan::halfBytes(const TokenRound& round, bool ofInbox) const {
   const TokenRound& dispatch = dispatchOf(round);
   const size_t rowBytes = answerRowBytes(hidden, round.weightCount);
   size_t most = 0;
@@ -138,8 +138,10 @@ size_t TokenPlan::halfBytes(const TokenRound& round) const {
       const size_t all = dispatch.of[size_t(rank)].tokens;
       const size_t tokens = std::min<size_t>(end, all) - std::min<size_t>(begin, all);
       size_t rows = 0;
-      for (int source = 0; source < ranks; ++source)
-        rows += dispatch.rowsFor(source, rank, begin, end);
+      for (int source = 0; source < ranks; ++source) {
+        const size_t of = dispatch.rowsFor(source, rank, begin, end);
+        rows = ofInbox ? std::max(rows, of) : rows + of;
+      }
       most = std::max(most, round.verb == TokenVerb::kCombine
                                 ? answerRowsAt() + rows * rowBytes
                                 : tokenRowsAt(tokens, dispatch.width) + tokens * tokenBytes(round));
@@ -148,9 +150,9 @@ size_t TokenPlan::halfBytes(const TokenRound& round) const {
   return most;
 }
 
-size_t TokenPlan::halfBytes() const {
+size_t TokenPlan::halfBytes(bool ofInbox) const {
   size_t most = 0;
-  for (const TokenRound& round : rounds) most = std::max(most, halfBytes(round));
+  for (const TokenRound& round : rounds) most = std::max(most, halfBytes(round, ofInbox));
   return toLine(most);
 }
 

@@ -116,6 +116,7 @@ TokenCall TokenProgram::callOf(const TokenRound& round, int rank, size_t rowByte
   call.exchange.call = 300 + uint32_t(round.verb);
   call.exchange.root = -1;
   call.exchange.pieces = round.pieces;
+  call.exchange.readers = round.verb == TokenVerb::kCombine ? Readers::kOwnPart : Readers::kAll;
   call.mask = {&mask.mask.buffer, mask.mask.ranks.empty() ? nullptr : mask.mask.ranks.data()};
   call.among = mask.among;
   call.step = round.step;

@@ -23,12 +23,15 @@ uint64_t seedsOf(uint64_t usual) {
   return factor ? usual * uint64_t(std::atoi(factor)) : usual;
 }
 
-GroupShape shapeOf(const TokenPlan& plan, bool ofGraphs = false) {
+GroupShape shapeOf(const TokenPlan& plan, bool ofGraphs = false,
+                   const std::vector<int>& hosts = {}) {
   return {.ranks = plan.ranks,
           .blocks = plan.blocks,
           .threads = plan.threads,
           .halfBytes = plan.halfBytes(),
-          .ofGraphs = ofGraphs};
+          .ofGraphs = ofGraphs,
+          .hostOf = hosts,
+          .inboxHalfBytes = plan.halfBytes(/*ofInbox=*/true)};
 }
 
 struct Swept {
@@ -39,13 +42,14 @@ struct Swept {
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
 template <typename Disturb>
 void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
-           bool ofGraphs = false) {
+           bool ofGraphs = false, const std::vector<int>& hosts = {}) {
   const unsigned races = racesReported();
   for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed) + " of " + std::to_string(ranks) + " ranks");
     World world({.seed = seed, .starveFor = seed % 3 ? 16u : 0u});
     TokenPlan plan(seed, ranks);
-    GroupShape shape = shapeOf(plan, ofGraphs);
+    GroupShape shape = shapeOf(plan, ofGraphs, hosts);
+    shape.seed = seed;
     shape.ended = seed % 2 ? 0 : (uint64_t(1) << 32) - 2;
     VirtualGroup group(world, shape);
     TokenProgram program(world, group, plan);
@@ -54,6 +58,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
     const Report report = world.run();
     ASSERT_TRUE(report.ok) << report.problem;
     program.check();
+    group.checkPushes();
     if (::testing::Test::HasFatalFailure()) return;
     if (swept) {
       swept->wentOn += group.decided(Decision::kGoOn);
@@ -124,6 +129,38 @@ TEST(Tokens, ReplaysGoOnWithoutKilledRanks) {
   EXPECT_GT(swept.wentOn, 0u);
   if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
 }
+
+const std::vector<int> kSplits[] = {{0, 1},    {0, 0, 1},    {0, 1, 1},
+                                    {0, 1, 2}, {0, 0, 0, 1}, {0, 1, 0, 1}};
+
+TEST(TokenHosts, Ranks) {
+  for (const auto& hosts : kSplits)
+    sweep(int(hosts.size()), (kSeeds + 1) / 2, kNothing, nullptr, false, hosts);
+}
+
+void disturbSplits(bool ofGraphs) {
+  Swept swept;
+  for (const auto& hosts : kSplits) {
+    const auto disturb = [&](World& world, VirtualGroup& group, TokenPlan& plan) {
+      const auto ranks = unsigned(plan.ranks), first = plan.draw(ranks);
+      const unsigned most = 300 * ranks, kills = plan.draw(ranks > 2 ? 3 : 2);
+      if (kills > 0) group.kill(int(first), 1 + plan.draw(most));
+      if (kills > 1) group.kill(int((first + 1) % ranks), 1 + plan.draw(2 * most));
+      if (kills == 0 || (!ofGraphs && plan.draw(2)))
+        world.stop(int((first + 2) % ranks), 1 + plan.draw(most),
+                   plan.draw(2) ? kLateNs : 2'000'000);
+    };
+    const uint64_t seeds = ofGraphs && !kFindsRaces ? kSeeds / 5 : kSeeds;
+    sweep(int(hosts.size()), seeds, disturb, &swept, ofGraphs, hosts);
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GT(swept.wentOn, 0u);
+  EXPECT_GT(swept.missing, 0u);
+  EXPECT_GT(swept.gone, 0u);
+  if (!kFindsRaces && !ofGraphs) EXPECT_GT(swept.took, 0u);  // they run few seeds
+}
+TEST(TokenHosts, GoOnWithoutKilledRanks) { disturbSplits(false); }
+TEST(TokenHosts, ReplaysGoOnWithoutKilledRanks) { disturbSplits(true); }
 
 // Operations of three ranks, where each token has two of them. Nobody is masked.
 TokenPlan planOfThree(uint64_t seed, std::vector<TokenRound> rounds, unsigned tokens = 6) {
@@ -207,6 +244,66 @@ TEST(Tokens, ACombineOfMoreRowsThanFit) {
     shape.halfBytes = plan.halfBytes(combine) - answerRowBytes(plan.hidden, 0);
     ASSERT_GE(shape.halfBytes, plan.halfBytes(dispatch));
     failAll(plan, shape, seed, Failure::kNoPlace, int(wrong), 1);
+  }
+}
+
+// An inbox has no room for the rows that go back to a rank of another host.
+TEST(TokenHosts, ACombineOfMoreRowsThanAnInboxHas) {
+  for (uint64_t seed = 1; seed <= (kSeeds + 1) / 2; ++seed) {
+    TokenPlan plan = planOfThree(seed, {{}, {.verb = TokenVerb::kCombine}});
+    plan.hidden = 300;
+    const auto wrong = size_t(seed % 3);
+    plan.rounds[0].fields = {1};
+    for (TokenInputs& inputs : plan.rounds[0].of) {
+      inputs.ranks.assign(12, kNone);
+      for (size_t token = 0; token < 3; ++token) inputs.ranks[2 * token] = int32_t(wrong);
+    }
+    plan.rounds[0].capacity.assign(3, 0);
+    plan.rounds[0].capacity[wrong] = 9;
+    plan.rounds[1].pieces = 1 + unsigned(seed / 3 % 2);
+    plan.rounds[1].step = 6 / plan.rounds[1].pieces;
+    GroupShape shape = shapeOf(plan, /*ofGraphs=*/seed % 2, {0, 1, 2});
+    shape.seed = seed;
+    shape.inboxHalfBytes = answerRowsAt() + 2 * answerRowBytes(plan.hidden, 0);
+    failAll(plan, shape, seed, Failure::kNoPlace, int(wrong), 1);
+  }
+}
+
+// A row crosses to a host once in a dispatch, however many of its ranks want it.
+TEST(TokenHosts, PushNoMoreBytesThanTheyMust) {
+  const std::vector<int> hosts{0, 1, 1};
+  TokenPlan plan = planOfThree(1, {{}, {.verb = TokenVerb::kAgain}, {.verb = TokenVerb::kCombine}});
+  World world({.seed = 3});
+  GroupShape shape = shapeOf(plan, /*ofGraphs=*/false, hosts);
+  VirtualGroup group(world, shape);
+  TokenProgram program(world, group, plan);
+  group.start();
+  const Report report = world.run();
+  ASSERT_TRUE(report.ok) << report.problem;
+  program.check();
+  for (int rank = 0; rank < 3; ++rank) {
+    size_t due = 0, data = 0;
+    for (int peer = 0; peer < 3; ++peer)
+      if (hosts[size_t(peer)] != hosts[size_t(rank)]) data += group.pushed(rank, peer).data;
+    const auto isThere = [&](int32_t peer) {
+      return peer != kNone && hosts[size_t(peer)] != hosts[size_t(rank)];
+    };
+    for (const TokenRound& round : plan.rounds) {
+      const TokenRound& dispatch = plan.dispatchOf(round);
+      if (round.verb == TokenVerb::kCombine) {
+        for (int peer = 0; peer < 3; ++peer) {
+          if (!isThere(peer)) continue;
+          due += round.pieces * answerRowsAt();
+          due += dispatch.rowsFor(peer, rank) * answerRowBytes(plan.hidden, round.weightCount);
+        }
+        continue;
+      }
+      const std::vector<int32_t>& ranks = dispatch.of[size_t(rank)].ranks;
+      due += round.pieces * tokenChoicesAt() + ranks.size() * sizeof(Choice);
+      for (size_t token = 0; token < ranks.size() / 2; ++token)
+        due += (isThere(ranks[2 * token]) || isThere(ranks[2 * token + 1])) * tokenBytes(round);
+    }
+    EXPECT_EQ(data, due) << "rank " << rank;
   }
 }
 
