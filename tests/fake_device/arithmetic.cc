@@ -15,16 +15,6 @@ namespace fake_device {
 
 namespace {
 
-bool isHostScalar(const at::Tensor& tensor) { return tensor.is_cpu() && tensor.dim() == 0; }
-
-// Returns a view, or a copy of a scalar of the host: its value is that of the time of the call.
-at::Tensor operand(const at::Tensor& tensor) {
-  if (!isHostScalar(tensor)) return hostView(tensor);
-  at::Tensor copy = tensor.detach().clone();
-  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
-  return copy;
-}
-
 // The CPU has no arithmetic for the other types.
 void checkType(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -57,7 +47,7 @@ at::Tensor launchBinary(const at::Tensor& out, const at::Tensor& a, const at::Te
   const at::Tensor result = checked.output();
   checkType(result);
   if (result.numel() == 0) return result;
-  launch(currentStream(result), [result = hostView(result), a = operand(a), b = operand(b),
+  launch(currentStream(result), [result = hostView(result), a = hostOperand(a), b = hostOperand(b),
                                  rest...]() mutable { Operation::run(result, a, b, rest...); });
   return result;
 }

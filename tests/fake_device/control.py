@@ -40,6 +40,17 @@ def held(stream: torch.Stream | None = None) -> Iterator[extension.Gate]:
 
 
 @contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Operations that run on the CPU run at their place in the stream, and the host does not wait,
+    unless it has to know their data: as on a GPU."""
+    extension.set_deferred(True)
+    try:
+        yield
+    finally:
+        extension.set_deferred(False)
+
+
+@contextlib.contextmanager
 def recorded(stream: torch.Stream) -> Iterator[CUDAGraph]:
     """Makes the stream the current one, and records its work into a graph in place of running
     it."""

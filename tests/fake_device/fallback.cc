@@ -1,11 +1,12 @@
 #include <ATen/native/CPUFallback.h>
 #include <torch/library.h>
 
+#include "deferred.h"
 #include "generator.h"
 #include "streams.h"
 
 // All other operations run on the CPU, at their place in the current stream: their arguments are
-// copied to the host on it, so it has passed all its work so far.
+// copied to the host on it, so it has passed all its work so far. Tests may defer them.
 namespace fake_device {
 
 namespace {
@@ -35,6 +36,7 @@ void replaceGenerators(const c10::FunctionSchema& schema, torch::jit::Stack& sta
 }
 
 void runOnCpu(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  if (defer(operation, stack)) return;
   replaceGenerators(operation.schema(), *stack);
   at::native::cpu_fallback(operation, stack);
 }

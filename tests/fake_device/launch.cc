@@ -12,4 +12,11 @@ at::Tensor hostView(const at::Tensor& tensor) {
   return view;
 }
 
+at::Tensor hostOperand(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.dim() != 0) return hostView(tensor);
+  at::Tensor copy = tensor.detach().clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
 }  // namespace fake_device

@@ -9,6 +9,8 @@ namespace fake_device {
 
 // Returns the tensor's memory as a CPU tensor, which owns nothing: for the work of streams.
 at::Tensor hostView(const at::Tensor& tensor);
+// The same for an operand. Of a scalar of the host a copy: its value is that of the time of the call.
+at::Tensor hostOperand(const at::Tensor& tensor);
 
 // Runs an operation on host views later, on the stream's thread. The operation must not fail.
 template <typename Operation>

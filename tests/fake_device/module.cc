@@ -4,6 +4,7 @@
 
 #include "allocator.h"
 #include "copy.h"
+#include "deferred.h"
 #include "gate.h"
 #include "generator.h"
 #include "kernels.h"
@@ -124,6 +125,7 @@ PYBIND11_MODULE(_fake_device, m) {
   m.def("blocks_run", &blocksRun);
   m.def("lose_context", [] { devices().loseContext(); });
   m.def("slow_copies", &slowCopies);
+  m.def("set_deferred", &setDeferred);
   m.def("limit_memory", [](size_t bytes) { devices().limitMemory(bytes); });
 }
 
