@@ -75,7 +75,7 @@ def dispatch(
     """
     hidden = fields[0].size(1)
     into = [_empty(sizes.capacity, one) for one in fields]
-    kernels, sources, ends, table, _ = exchange.runtime.native.dispatch_on_device(
+    kernels, sources, ends, table, work = exchange.runtime.native.dispatch_on_device(
         list(fields),
         into,
         choices_of(sent.is_token_in_rank, sent.token_ranks),
@@ -105,7 +105,8 @@ def dispatch(
         (),
         kernels,
     )
-    return Arrived(into, sources.clone(), route, table.long(), _participants(kernels, len(among)))
+    there = _participants(kernels, len(among))
+    return Arrived(into, sources.clone(), route, table.long(), there, work)
 
 
 def _participants(kernels: EpTokenHandle, size: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from mooncake_backend.membership import not_yet
 
-from . import elastic_mode, reference, runtime
+from . import elastic_mode, one_rounding, reference, runtime
 from .arguments import Rows, check_number, check_sizes, check_tensor
 from .elastic_handle import EPHandle
 from .elastic_mode import Form
@@ -234,7 +234,7 @@ class ElasticBuffer:
         topk_weights: float32, in the form of recv_topk_weights; brought back beside the rows
         async_with_compute_stream: the call returns before it has ended. Do not read the results, or
             change x, before `event.current_stream_wait()`, which raises its errors. Without
-            allow_multiple_reduction the combine of an expanded dispatch has ended
+            allow_multiple_reduction the combine of an expanded dispatch of CPU tensors has ended
         bias: bfloat16 [n, h], or two of them: the sum of a token begins with them
         active_ranks, timeout_us: beyond DeepEP's, see Buffer.combine()
         num_sms, num_qps, allocate_on_comm_stream: without effect
@@ -247,7 +247,9 @@ class ElasticBuffer:
         """
         is_expanded = getattr(handle, "do_expand", True)
         rounds_once = is_expanded and not self.allow_multiple_reduction
-        is_alone = self._exchange.is_alone(x, topk_weights) and not rounds_once
+        is_alone = self._exchange.is_alone(x, topk_weights)
+        if is_alone and rounds_once:
+            is_alone = one_rounding.is_at_worst(self._exchange, x, handle, timeout_us)
         with self._exchange.call("combine", 2 if rounds_once else 1, is_alone):
             for event in (previous_event, previous_event_before_epilogue):
                 if event is not None:

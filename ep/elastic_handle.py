@@ -14,6 +14,15 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
+class Returning:
+    """Sizes of a dispatch that brings expanded rows back, one for each choice of an expert. The
+    same on all ranks."""
+
+    most_rows: int  # that come back to one rank
+    most_sent: int  # expanded rows of one rank
+
+
+@dataclass(frozen=True)
 class Way:
     """The parts of a handle that are not DeepEP's. Kept apart, because programs change DeepEP's."""
 
@@ -21,6 +30,8 @@ class Way:
     local: Tensor  # [rows, k]: numbers of the rank's experts, -1 is none; with `route.ends`
     expansion: Expansion | None
     tokens: Tensor  # int64 [rows]: index of the token at its rank
+    returning: Returning | None  # None: the ranks do not all know it
+    there: Tensor | None  # see Arrived
 
 
 @dataclass

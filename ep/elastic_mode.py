@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import reference
+from . import one_rounding
 from .arguments import (
     Rows,
     check_experts,
@@ -19,18 +19,19 @@ from .arguments import (
     fields_of,
     form_of,
 )
-from .elastic_handle import EPHandle, Way, metadata_of, places_at_ranks
+from .elastic_handle import EPHandle, Returning, Way, metadata_of, places_at_ranks
 from .events import EventOverlap
-from .exchange import (
-    Exchange,
-    Participation,
-    Sent,
-    Works,
+from .exchange import Exchange, Participation, Sent
+from .expansion import Expansion, aligned
+from .layout import (
+    CPU,
+    keep_until_passed,
+    layout_by_topk,
     local_experts_of,
     local_numbers,
+    on_device,
+    owners_of,
 )
-from .expansion import Expansion, aligned
-from .layout import CPU, layout_by_topk, on_device
 from .normal_handle import Arrived
 
 if TYPE_CHECKING:
@@ -94,9 +95,7 @@ def dispatch(
         most_tokens=most,
     )
     is_counted, stays = not is_at_worst, is_at_worst or exchange.by_kernels(home)
-    owners = torch.tensor(
-        reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
-    )
+    owners = owners_of(num_experts, size, CPU)
     num_local = int((owners == rank).sum())
     place = home if stays else CPU
     chosen = topk_idx.to(place).long()
@@ -104,7 +103,7 @@ def dispatch(
         check_experts(chosen, num_experts)
     else:
         chosen = chosen.masked_fill((chosen < 0) | (chosen >= num_experts), -1)
-    owners_here = exchange.table("owners", num_experts, lambda: owners, place)
+    owners_here = owners_of(num_experts, size, place)
     is_in_rank, token_ranks, masters = layout_by_topk(chosen, owners_here, size)
     scales = fields[1] if len(fields) > 1 else None
     agreed = form_of([fields[0], scales, topk_idx, topk_weights])
@@ -138,7 +137,7 @@ def dispatch(
         places = on_device(places, home)
     if arrived.table is not None:
         for_ranks = arrived.table[:, :size]
-    numbers = exchange.table("experts", num_experts, lambda: local_numbers(owners, rank), place)
+    numbers = local_numbers(num_experts, size, rank, place)
     local = local_experts_of(arrived.fields[num_parts], numbers)
     if stays:  # behind the received rows are zeros
         rows = torch.arange(len(local), device=home)
@@ -147,7 +146,17 @@ def dispatch(
     if form.do_expand:
         counted = places if is_counted else None
         expansion = Expansion(local, num_local, align, num_expanded, counted)
-    way = Way(arrived.route, local, expansion, arrived.sources.long())
+    returning: Returning | None = None
+    if not is_counted:
+        most_local = -(-num_experts // size)
+        most_sent = _most_expanded(size * most, weights, most_local, align)
+        returning = Returning(most * weights, most_sent)
+    elif participation.timeout_us <= 0:  # else a rank that was skipped does not know the numbers
+        rooms = -(-counts.given.sum(0) // align) * align
+        of_ranks = torch.zeros(size, dtype=torch.int64, device=CPU).index_add_(0, owners, rooms)
+        most_back = max(1, int(counts.given.sum(1).max()))
+        returning = Returning(most_back, max(1, int(of_ranks.max())))
+    way = Way(arrived.route, local, expansion, arrived.sources.long(), returning, arrived.there)
     slots = places_at_ranks(masters, arrived, for_ranks, rank)
     handle = _handle(arrived, way, num_local, topk_idx, slots, form, room, places)
     received_weights = arrived.fields[-1] if topk_weights is not None else None
@@ -209,7 +218,7 @@ def combine(
                     "the combine of an expanded dispatch takes topk_weights only with "
                     "allow_multiple_reduction"
                 )
-            return _combine_by_choice(exchange, x, handle, biases, participation, async_finish)
+            return one_rounding.combine(exchange, x, handle, biases, participation, async_finish)
         place = home if exchange.uses_words(home) else route.ends.device
         expansion = expansion.on(place)
         x = expansion.fold(x.to(place)).to(home)
@@ -285,16 +294,21 @@ def _received(
     local, expansion = handle.way.local, handle.way.expansion
     native = handle.way.route.exchange.runtime.native
     shown_topk: Tensor | None = None
+    keep_until_passed(local)
     if expansion is not None:
-        count = handle.num_expanded_tokens
+        count, expansion = handle.num_expanded_tokens, expansion.on(fields[0].device)
         fields = [expansion.expand(one, _new_rows(native, count, one)) for one in fields]
         if weights is not None:
             weights = expansion.expand_weights(weights, count)
     else:
         count = handle.num_recv_tokens
         fields = [_longer(one, count) for one in fields]
-        shown_topk = _longer(local, count, -1).to(home, copy=True)
+        if local.device != home:
+            shown_topk = _longer(on_device(local, home), count, -1)
+        else:
+            shown_topk = _longer(local, count, -1).clone()
         if weights is not None:
+            local = local if local.device == weights.device else on_device(local, weights.device)
             weights = _longer(weights.masked_fill(local < 0, 0), count, 0)
     rows: Rows = fields[0].to(home)
     if isinstance(x, tuple):
@@ -309,62 +323,6 @@ def _new_rows(native: EpBuffer, count: int, like: Tensor) -> Tensor:
     if like.device == CPU:
         return native.new_result([count, like.size(1)], like)
     return torch.empty((count, like.size(1)), dtype=like.dtype, device=like.device)
-
-
-@torch.no_grad()
-def _combine_by_choice(
-    exchange: Exchange,
-    x: Tensor,
-    handle: EPHandle,
-    biases: Sequence[Tensor],
-    participation: Participation,
-    async_finish: bool,
-) -> tuple[Tensor, Tensor | None, EventOverlap]:
-    """Each expert's row goes to the rank of its token, which adds all of them in the order of
-    top-k."""
-    route, expansion, home = handle.way.route, handle.way.expansion, x.device
-    assert expansion is not None
-    size, topk = len(route.ends), expansion.slots.size(1)
-    place = CPU if route.kernels is None else home
-    slots = expansion.slots.to(place)
-    rows, places = (slots >= 0).nonzero(as_tuple=True)
-    sources = torch.searchsorted(route.ends.to(place).long(), rows, right=True)
-    choices = handle.way.tokens.to(place)[rows] * topk + places
-    participation.check(size)
-    there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-    mask = participation.among(there).to(place)
-    is_in_rank = torch.nn.functional.one_hot(sources, size).bool()
-    back, _ = exchange.dispatch(
-        Sent(
-            [x.to(place)[slots[rows, places]], choices.int().unsqueeze(1)],
-            is_in_rank,
-            sources.int().unsqueeze(1),
-            torch.zeros(0, dtype=torch.int64, device=CPU),
-        ),
-        Participation(mask, participation.timeout_us),
-        # All ranks combine the rows of the same dispatch.
-        agreed={"the handle's dispatch": [route.number % 2**32]},
-        weights=1,
-    )
-    participation.show(mask != 0)
-    returned, numbers = back.fields[0], back.fields[1].flatten().long()
-    # By kernels there may be rows behind the last one. They are written to a place of no choice.
-    behind = torch.arange(len(numbers), device=place) >= back.route.ends[-1]
-    behind |= (numbers < 0) | (numbers >= route.tokens * topk)
-    row_of = torch.full((route.tokens * topk + 1,), -1, dtype=torch.int64, device=place)
-    row_of[numbers.masked_fill(behind, -1)] = torch.arange(len(numbers), device=place)
-    row_of = row_of[:-1].view(route.tokens, topk)
-    sums = torch.zeros((route.tokens, route.hidden), dtype=torch.float32, device=place)
-    for bias in biases:
-        sums += bias.to(place).float()
-    for found in row_of.t():
-        here = (found >= 0).nonzero().flatten()
-        sums[here] += returned[found[here]].float()
-    chosen = handle.topk_idx.to(place)
-    is_chosen = (chosen >= 0) & (chosen < handle.num_experts)
-    missing = (is_chosen & (row_of < 0)).any(dim=1).to(home)
-    event = exchange.ended("combine", Works([], [], participation), missing, async_finish)
-    return sums.bfloat16().to(home), None, event
 
 
 def _longer(rows: Tensor, count: int, filler: int | None = None) -> Tensor:

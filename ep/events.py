@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -32,6 +32,25 @@ class Work(Protocol):
 
     def wait(self) -> None: ...
     def synchronize(self) -> None: ...
+
+
+class Enqueued:
+    """Work of the current stream of a device, enqueued so far; its native calls are `works`."""
+
+    def __init__(self, works: Sequence[Work], device: torch.device) -> None:
+        self._works = works
+        self._end = torch.Event(device)
+        self._end.record(torch.accelerator.current_stream(device))
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        torch.accelerator.current_stream(self._end.device).wait_event(self._end)
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.synchronize()
+        self._end.synchronize()
 
 
 class Operation:

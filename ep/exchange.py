@@ -4,6 +4,7 @@ ElasticBuffer give the results their own forms."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,8 @@ from .arguments import (
     plain,
 )
 from .events import EventOverlap, Operation, Work, profiled
-from .layout import CPU
-from .normal_handle import Arrived, Joined, Piece, Route, counts_of
+from .layout import CPU, on_device
+from .normal_handle import Arrived, Joined, Piece, Route, clear_gone, counts_of
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpWork
@@ -86,6 +87,9 @@ class Counts:
     for_ranks: Tensor  # int64 [R, R]: tokens of each rank for each rank
     for_experts: Tensor  # int64 [R, E]: tokens of each rank for each expert
     most_rows: int  # that a rank receives
+    given: (
+        Tensor  # int64 [R, E]: as for_experts, of all ranks: the same on each that was not skipped
+    )
 
 
 class Works:
@@ -125,7 +129,6 @@ class Exchange:
         self._last_combine: Operation | None = None
         self._steps_due = 0  # see call()
         self._is_alone = False  # likewise
-        self._tables: dict[tuple[str, int, torch.device], Tensor] = {}  # see table()
 
     def by_kernels(self, device: torch.device) -> bool:
         """Whether kernels do the calls with tensors of this device. Collective, the first time."""
@@ -140,16 +143,6 @@ class Exchange:
 
     def uses_words(self, device: torch.device) -> bool:
         return device.type not in ("cpu", "meta") and self.runtime.native.uses_words(device)
-
-    def table(
-        self, name: str, number: int, make: Callable[[], Tensor], home: torch.device
-    ) -> Tensor:
-        """A small tensor on the device, which is made on the host. A copy waits for the device, so
-        there is one for each name and number."""
-        key = (name, number, home)
-        if key not in self._tables:
-            self._tables[key] = make().to(home)
-        return self._tables[key]
 
     @contextlib.contextmanager
     def call(self, name: str, steps: int = 1, is_alone: bool = False) -> Iterator[None]:
@@ -240,7 +233,8 @@ class Exchange:
             parts = table.split([1, size, num_experts, len(same)], dim=1)
             there = torch.tensor(participants, dtype=torch.bool, device=CPU)
             most_rows = int(parts[1][there].sum(0).max()) if there.any() else 0
-            counts = Counts(parts[0].flatten(), parts[1], parts[2], most_rows)
+            given = parts[2].clone()
+            counts = Counts(parts[0].flatten(), parts[1], parts[2], most_rows, given)
             ranks = there.nonzero().flatten().tolist() if there[rank] else []
             if error := difference(agreed, parts[3].tolist(), ranks) or refuse(counts):
                 raise ValueError(error)
@@ -281,16 +275,21 @@ class Exchange:
         weights: int | None,
         most_rows: int,
         most_tokens: int | None = None,
+        of: Route | None = None,
     ) -> Arrived:
         """Without a wait for the ranks' counts: the results have `most_rows` rows, with zeros
-        behind the received ones. If the ranks differ in `agreed` or in the last two numbers, the
-        buffer ends with an error."""
+        behind the received ones. If the ranks differ in `agreed`, in `of` or in the two numbers,
+        the buffer ends with an error.
+
+        of: an earlier dispatch to which the rows belong
+        """
         participation.check(self.runtime.size)
         weights = weights or _MOST_WEIGHTS
         sizes = device_exchange.Sizes(most_rows, most_tokens, most_rows, weights)
         with profiled("dispatch"):
             if not self.by_kernels(sent.fields[0].device):
-                return worst_exchange.dispatch(self, sent, sizes, participation, agreed)
+                return worst_exchange.dispatch(self, sent, sizes, participation, agreed, of)
+            same = repr((agreed, None if of is None else of.number))
             return device_exchange.dispatch(
                 self,
                 plain(sent.fields, None),
@@ -298,7 +297,7 @@ class Exchange:
                 sizes,
                 [True] * self.runtime.size,
                 participation,
-                zlib.crc32(repr(agreed).encode()),
+                zlib.crc32(same.encode()),
             )
 
     def goes_at_worst(
@@ -356,8 +355,8 @@ class Exchange:
     def _send_again(
         self, fields: Sequence[Tensor], route: Route, participation: Participation, agreed: int
     ) -> list[Tensor] | None:
-        """dispatch_again() of tensors of a device, without a wait on the host. None: they do not
-        fit into the buffer at once."""
+        """dispatch_again() of tensors of a device, without a wait on the host. None: they need
+        other pieces than the route's, or these have lost rows."""
         check_homes(fields[0].device, fields, participation.active_ranks)
         fields = plain(fields, None)
         tokens, hidden = len(fields[0]), fields[0].size(1)
@@ -365,7 +364,9 @@ class Exchange:
             fields, route.most_tokens, route.most_rows, route.most_weights, participation
         )
         if count > 1:
-            return None
+            if count != len(route.pieces) or not all(piece.counts for piece in route.pieces):
+                return None
+            return self._send_pieces_again(fields, route, participation, step, agreed)
         ends = route.ends.tolist()
         into = [one.new_empty((route.num_rows, one.size(1))) for one in fields]
         with self.step():
@@ -375,6 +376,35 @@ class Exchange:
                 participation.timeout_us, agreed,
             )  # fmt: skip
         return into
+
+    def _send_pieces_again(
+        self,
+        fields: list[Tensor],
+        route: Route,
+        participation: Participation,
+        step: int,
+        agreed: int,
+    ) -> list[Tensor]:
+        home = fields[0].device
+        # The ranks that take part in all pieces.
+        mask = torch.ones(self.runtime.size, dtype=torch.int32, device=home)
+        if participation.active_ranks is not None:
+            mask &= participation.active_ranks[: len(mask)] != 0
+        whole = [one.new_empty((route.num_rows, one.size(1))) for one in fields]
+        for number, piece in enumerate(route.pieces):
+            ends = list(itertools.accumulate(piece.counts))
+            rows = [one.new_empty((ends[-1], one.size(1))) for one in fields]
+            with self.step(more=int(number + 1 < len(route.pieces))):
+                self.runtime.native.send_tokens_again(
+                    [one[piece.begin : piece.end] for one in fields], rows,
+                    route.sent.token_ranks[piece.begin : piece.end], step, fields[0].size(1),
+                    [0, *ends[:-1]], ends, list(route.participants), mask, -1, agreed,
+                )  # fmt: skip
+            for of_piece, one in zip(rows, whole, strict=True):
+                piece.spread(of_piece, one)
+        clear_gone(whole, on_device(route.ends, home), mask)
+        participation.show(mask != 0)
+        return whole
 
     def fit_at_once(
         self, fields: Sequence[Tensor], most_tokens: int, most_rows: int, weights: int
@@ -613,23 +643,6 @@ def _device_of(given: Sequence[object]) -> torch.device | None:
         if isinstance(first, Tensor):
             return first.device
     return None
-
-
-def local_experts_of(chosen: Tensor, numbers: Tensor) -> Tensor:
-    """Experts as numbers among those of the rank; -1 for all others.
-
-    numbers: see local_numbers()
-    """
-    return numbers.to(chosen.dtype)[chosen.long().clamp(min=-1, max=len(numbers) - 1)]
-
-
-def local_numbers(owners: Tensor, rank: int) -> Tensor:
-    """int64 [E + 1]: the number of each expert among those of the rank, -1 for all others. The last
-    one is found by -1, and by numbers of no expert."""
-    numbers = torch.full((len(owners) + 1,), -1, dtype=torch.int64, device=CPU)
-    mine = (owners == rank).nonzero().flatten()
-    numbers[mine] = torch.arange(len(mine), device=CPU)
-    return numbers
 
 
 def _check_weights(topk_weights: Tensor, route: Route) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .layout import CPU, on_device
+from .layout import CPU, keep_until_passed, on_device
 
 Tensor = torch.Tensor
 
@@ -34,7 +34,7 @@ class Expansion:
     ) -> None:
         home, none = local.device, num_local_experts
         self._is_on_cpu = home == CPU
-        self._copies: dict[torch.device, Expansion] = {}  # see on()
+        self._copies: dict[torch.Stream, Expansion] = {}  # see on()
         chosen = local.flatten().long()
         places = torch.arange(chosen.numel(), device=home)
         if self._is_on_cpu:
@@ -60,22 +60,25 @@ class Expansion:
         sources = torch.full((self.num_rows + 1,), -1, dtype=torch.int64, device=home)
         of_places = torch.div(places[order], max(1, local.size(1)), rounding_mode="floor")
         sources[rows.masked_fill(is_none, self.num_rows)] = of_places
-        self._sources = sources[: self.num_rows]
+        self.sources = sources[: self.num_rows]
 
     def on(self, device: torch.device) -> Expansion:
-        """The same on another device, for fold(). The host does not wait for it."""
+        """The same on this device, for its current stream. The host does not wait for it. Each
+        stream has a copy of its own, made in its order."""
         if device == self.slots.device:
+            keep_until_passed(self.slots, self.ends, self.sources)
             return self
-        if device not in self._copies:
+        stream = torch.accelerator.current_stream(device)
+        if stream not in self._copies:
             copy = object.__new__(Expansion)
-            copy._is_on_cpu = device == CPU
+            copy._is_on_cpu = False
             copy._copies = {}
             copy.num_rows = self.num_rows
-            copy.slots, copy.ends, copy._sources = (
-                on_device(one, device) for one in (self.slots, self.ends, self._sources)
+            copy.slots, copy.ends, copy.sources = (
+                on_device(one, device) for one in (self.slots, self.ends, self.sources)
             )
-            self._copies[device] = copy
-        return self._copies[device]
+            self._copies[stream] = copy
+        return self._copies[stream]
 
     def expand(self, field: Tensor, out: Tensor) -> Tensor:
         """[rows, any] -> out [count, any]. Rows between the experts are zeros; those from num_rows
@@ -85,11 +88,11 @@ class Expansion:
             whole.zero_()
             return out
         # As bytes: not every dtype of FP8 can be indexed.
-        torch.index_select(_bytes(field), 0, self._sources.clamp(min=0), out=_bytes(whole))
+        torch.index_select(_bytes(field), 0, self.sources.clamp(min=0), out=_bytes(whole))
         if self._is_on_cpu:
-            _bytes(whole)[self._sources < 0] = 0
+            _bytes(whole)[self.sources < 0] = 0
         else:
-            _bytes(whole).masked_fill_((self._sources < 0).unsqueeze(1), 0)
+            _bytes(whole).masked_fill_((self.sources < 0).unsqueeze(1), 0)
         return out
 
     def expand_weights(self, weights: Tensor, count: int) -> Tensor:
@@ -97,6 +100,14 @@ class Expansion:
         out = weights.new_zeros(max(count, self.num_rows) + 1)
         out[self.slots.masked_fill(self.slots < 0, len(out) - 1).flatten()] = weights.flatten()
         return out[:count]
+
+    def places(self) -> Tensor:
+        """int64 [num_rows]: the place in top-k of each row's choice; any number for no choice."""
+        topk = self.slots.size(1)
+        found = self.slots.new_zeros(self.num_rows + 1)
+        rows = self.slots.masked_fill(self.slots < 0, self.num_rows).flatten()
+        found[rows] = torch.arange(len(rows), device=found.device) % max(1, topk)
+        return found[: self.num_rows]
 
     def fold(self, x: Tensor) -> Tensor:
         """bfloat16 [num_rows, h] -> [rows, h]: the sums over a row's choices in their order, made

@@ -27,12 +27,7 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
     """Waits for no device. There, an expert that does not exist is none. On the CPU it is an
     error."""
     home = topk_idx.device
-    owners = on_device(
-        torch.tensor(
-            reference.default_owners(num_experts, num_ranks), device=CPU, dtype=torch.int64
-        ),
-        home,
-    )
+    owners = owners_of(num_experts, num_ranks, home)
     chosen = topk_idx.to(torch.int64)
     is_none = (chosen < 0) | (chosen >= num_experts)
     if home == CPU and bool((chosen >= num_experts).any()):
@@ -54,6 +49,42 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on the device, for which the host does not wait; on the CPU itself."""
     return tensor if device == CPU else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def keep_until_passed(*tensors: Tensor) -> None:
+    """Keeps the memory of a device's tensors until its current stream has passed its work so far,
+    also if they are of another stream and are dropped before that."""
+    for one in tensors:
+        if one.device != CPU:
+            one.record_stream(torch.accelerator.current_stream(one.device))
+
+
+def owners_of(num_experts: int, num_ranks: int, device: torch.device) -> Tensor:
+    """int64 [E]: reference.default_owners(), made on the device."""
+    share, rest = divmod(num_experts, num_ranks)
+    experts = torch.arange(num_experts, device=device)
+    later = experts - rest * (share + 1)
+    early = torch.div(experts, share + 1, rounding_mode="floor")
+    return torch.where(
+        later < 0, early, rest + torch.div(later, max(1, share), rounding_mode="floor")
+    )
+
+
+def local_numbers(num_experts: int, num_ranks: int, rank: int, device: torch.device) -> Tensor:
+    """int64 [E + 1]: the number of each expert among those of the rank, -1 for all others. The last
+    one is found by -1, and by numbers of no expert."""
+    owners = reference.default_owners(num_experts, num_ranks)
+    first, count = owners.index(rank) if rank in owners else 0, owners.count(rank)
+    numbers = torch.arange(num_experts + 1, device=device) - first
+    return numbers.masked_fill((numbers < 0) | (numbers >= count), -1)
+
+
+def local_experts_of(chosen: Tensor, numbers: Tensor) -> Tensor:
+    """Experts as numbers among those of the rank; -1 for all others.
+
+    numbers: see local_numbers()
+    """
+    return numbers.to(chosen.dtype)[chosen.long().clamp(min=-1, max=len(numbers) - 1)]
 
 
 def ranks_of(is_token_in_rank: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from . import reference
 from .arguments import (
     Rows,
     check_experts,
@@ -18,8 +17,8 @@ from .arguments import (
     fields_of,
     form_of,
 )
-from .exchange import Counts, Exchange, Participation, Sent, local_experts_of, local_numbers
-from .layout import CPU, ranks_by_column, ranks_of
+from .exchange import Counts, Exchange, Participation, Sent
+from .layout import CPU, local_experts_of, local_numbers, owners_of, ranks_by_column, ranks_of
 from .normal_handle import NormalHandle, Route, handle_parts, padded
 
 Tensor = torch.Tensor
@@ -96,9 +95,7 @@ def dispatch(
         )
 
     sent = Sent(fields, is_in_rank, token_ranks, per_expert_here)
-    owners = torch.tensor(
-        reference.default_owners(num_experts, size), dtype=torch.int64, device=CPU
-    )
+    owners = owners_of(num_experts, size, CPU)
     per_expert: list[int] = []
     counts: Counts | None = None
     if not is_at_worst:
@@ -118,21 +115,16 @@ def dispatch(
         found = [padded(one, shown.num_worst_tokens) for one in found]
     recv_idx = recv_weights = None
     if topk_idx is not None:
-        numbers = exchange.table(
-            "experts", num_experts, lambda: local_numbers(owners, rank), ends.device
-        )
+        numbers = local_numbers(num_experts, size, rank, ends.device)
         local = local_experts_of(found[-2], numbers)
         rows = torch.arange(len(local), device=local.device)
         local = local.masked_fill((rows >= ends[-1]).unsqueeze(1), -1)
         recv_idx = local.to(home)
         recv_weights = found[-1].masked_fill(local < 0, 0).to(home)
     if arrived.table is not None:
-        for_experts = (
-            torch.empty((0, 0), dtype=torch.int64, device=CPU)
-            if counts is None
-            else counts.for_experts
-        )
-        counts = Counts(arrived.table[:, size], arrived.table[:, :size], for_experts, 0)
+        none = torch.empty((0, 0), dtype=torch.int64, device=CPU)
+        for_experts = none if counts is None else counts.for_experts
+        counts = Counts(arrived.table[:, size], arrived.table[:, :size], for_experts, 0, none)
     assert counts is not None
     parts = handle_parts(arrived, counts, rank, shown.num_channels, shown.num_worst_tokens)
     handle = NormalHandle([part.to(home) for part in parts], arrived.route)

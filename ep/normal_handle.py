@@ -11,7 +11,7 @@ import torch
 from .layout import CPU, RANKS_PER_RDMA_RANK
 
 if TYPE_CHECKING:
-    from mooncake_backend._C import EpBuffer, EpHandle, EpTokenHandle
+    from mooncake_backend._C import EpBuffer, EpHandle, EpTokenHandle, EpWork
 
     from .exchange import Counts, Exchange, Sent
 
@@ -45,6 +45,13 @@ class Piece:
             return self.of(x)
         begins = zip(self.first_rows, self.counts, strict=True)
         return torch.cat([x[first : first + count] for first, count in begins])
+
+    def spread(self, rows: Tensor, whole: Tensor) -> None:
+        """Copies the piece's rows, which stand side by side, to their places among all."""
+        begin = 0
+        for first, count in zip(self.first_rows, self.counts, strict=True):
+            whole[first : first + count] = rows[begin : begin + count]
+            begin += count
 
 
 class Joined:
@@ -150,6 +157,7 @@ class Arrived:
     # and its tokens.
     table: Tensor | None = None
     there: Tensor | None = None  # likewise, bool [R]: the ranks that took part
+    work: EpWork | None = None  # likewise
 
     def as_of(self, route: Route) -> list[Tensor]:
         """The fields in the places of an earlier dispatch's rows. The rows of ranks that have gone
@@ -176,6 +184,14 @@ def clear_behind(fields: Sequence[Tensor], ends: Tensor) -> None:
     are_behind = torch.arange(len(fields[0]), device=ends.device) >= ends[-1]
     for rows in fields:
         _bytes(rows).masked_fill_(are_behind.unsqueeze(1), 0)
+
+
+def clear_gone(fields: Sequence[Tensor], ends: Tensor, active_ranks: Tensor) -> None:
+    """Makes rows of ranks that are not active zeros. Waits for no device."""
+    rows = torch.arange(len(fields[0]), device=ends.device)
+    are_gone = active_ranks[torch.searchsorted(ends, rows.int(), right=True)] == 0
+    for one in fields:
+        _bytes(one).masked_fill_(are_gone.unsqueeze(1), 0)
 
 
 def padded(rows: Tensor, count: int) -> Tensor:

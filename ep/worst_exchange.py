@@ -11,6 +11,7 @@ import torch
 
 from .arguments import Agreed, check_homes, plain
 from .device_exchange import Sizes
+from .layout import keep_until_passed
 from .normal_handle import Arrived, Piece, Route, clear_behind
 
 if TYPE_CHECKING:
@@ -20,7 +21,12 @@ Tensor = torch.Tensor
 
 
 def dispatch(
-    exchange: Exchange, sent: Sent, sizes: Sizes, participation: Participation, agreed: Agreed
+    exchange: Exchange,
+    sent: Sent,
+    sizes: Sizes,
+    participation: Participation,
+    agreed: Agreed,
+    of: Route | None = None,
 ) -> Arrived:
     fields, size, home = plain(sent.fields, None), exchange.runtime.size, sent.fields[0].device
     check_homes(home, fields, participation.active_ranks)
@@ -33,7 +39,7 @@ def dispatch(
     same = repr((agreed, sizes.most_tokens, sizes.weights)).encode()
     hidden, tokens = fields[0].size(1), len(fields[0])
     with exchange.step():
-        handle, _ = exchange.runtime.native.send_tokens_at_worst(
+        handle, work = exchange.runtime.native.send_tokens_at_worst(
             fields,
             sent.token_ranks,
             hidden,
@@ -45,6 +51,7 @@ def dispatch(
             there,
             participation.active_ranks,
             zlib.crc32(same),
+            None if of is None else of.pieces[0].native,
         )
     clear_behind([*into, sources.unsqueeze(1)], ends)
     route = Route(
@@ -61,7 +68,7 @@ def dispatch(
         [Piece(0, tokens, handle)],
         is_at_worst=True,
     )
-    return Arrived(into, sources, route, table, there)
+    return Arrived(into, sources, route, table, there, work)
 
 
 def dispatch_again(
@@ -85,5 +92,6 @@ def dispatch_again(
             participation.timeout_us,
             zlib.crc32(same),
         )
+    keep_until_passed(route.ends)
     clear_behind(into, route.ends)
     return into

@@ -370,6 +370,7 @@ class EpBuffer:
         participants: torch.Tensor,
         active_ranks: torch.Tensor | None = None,
         agreed: int = 0,
+        of: EpHandle | None = None,
     ) -> tuple[EpHandle, EpWork]:
         """count_tokens() and dispatch_tokens() of tensors of a device with words, into `into`,
         which has as many rows on all ranks. Those behind the received ones are not written. The

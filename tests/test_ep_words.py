@@ -4,6 +4,7 @@ suites that run on layout `device`."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from datetime import timedelta
 
@@ -51,6 +52,12 @@ def held(stream=None):
     from fake_device import control
 
     return control.held(stream)
+
+
+def deferred():
+    from fake_device import control
+
+    return control.deferred()
 
 
 def a_call(buffer, mine):
@@ -207,29 +214,41 @@ def test_no_host_waits_for_counts_of_a_known_size(kernels):
     run(nothing_waits_at_worst, kernels)
 
 
-def calls_at_worst(home, kind, me, do_expand, allows_several):
-    """A dispatch of a known size, the same way again, and their combine, on `home`."""
-    with torch.device(home):
+def elastic_calls(home, kind, me, do_expand, allows_several, is_counted, masked):
+    """A dispatch, the same way again, and their combine, on `home`. Its stream is held until they
+    have returned, except for a dispatch of unknown size."""
+    with torch.device(home), contextlib.ExitStack() as holding:
         how = {} if kind is MooncakeElasticBuffer else {"allow_multiple_reduction": allows_several}
         buffer = kind(dist.group.WORLD, 1 << 21, **how)
         given = drawn(5, COUNTS, EXPERTS)[me.rank]
         form = {
             "num_experts": EXPERTS, "num_max_tokens_per_rank": 80, "expert_alignment": 4,
-            "do_expand": do_expand, "do_cpu_sync": False,
+            "do_expand": do_expand, "do_cpu_sync": is_counted,
         }  # fmt: skip
+        active, then = (torch.ones(SIZE, dtype=torch.int32) for _ in range(2))
+        if masked is not None and me.rank == 0:
+            active[masked] = 0
+        if home != "cpu":
+            holding.enter_context(deferred())
+        if home != "cpu" and not is_counted:
+            holding.enter_context(held())
         rows, recv_idx, weights, handle, _ = buffer.dispatch(
-            given.x, given.topk_idx, given.weights, **form
+            given.x, given.topk_idx, given.weights, active_ranks=active, **form
         )
-        assert handle.way.route.is_at_worst == (home != "cpu")
+        if home != "cpu" and is_counted:
+            holding.enter_context(held())
+        assert handle.way.route.is_at_worst == (home != "cpu" and not is_counted)
         again, *_ = buffer.dispatch(given.x * 2, handle=handle, do_expand=do_expand)
-        sums, *_ = buffer.combine(rows, handle)
+        sums, *_ = buffer.combine(rows, handle, active_ranks=then)
         missing = buffer.missing_contributions
+        holding.close()
+        torch.accelerator.synchronize()
         count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         if do_expand:
-            count = int(handle.psum_num_recv_tokens_per_expert[-1])
+            count = int((handle.psum_num_recv_tokens_per_expert).max())
         found = [one[:count] for one in (rows, again, weights)]
         found += [recv_idx[:count]] if recv_idx is not None and not do_expand else []
-        found += [sums, missing, handle.dst_buffer_slot_idx]
+        found += [sums, missing, handle.dst_buffer_slot_idx, active, then]
         found += [handle.num_unaligned_recv_tokens_per_expert]
         assert {one.device.type for one in found} == {home}
         sizes = [len(rows), len(weights), handle.num_recv_tokens, handle.num_expanded_tokens]
@@ -237,9 +256,10 @@ def calls_at_worst(home, kind, me, do_expand, allows_several):
         return [one.cpu() for one in found], sizes
 
 
-def bits_at_worst(me, kind, do_expand, allows_several):
-    on_device, sizes = calls_at_worst("fake", kind, me, do_expand, allows_several)
-    on_host, expected = calls_at_worst("cpu", kind, me, do_expand, allows_several)
+def bits_of_elastic_calls(me, kind, do_expand, allows_several, is_counted=False, masked=None):
+    how = (kind, me, do_expand, allows_several, is_counted, masked)
+    on_device, sizes = elastic_calls("fake", *how)
+    on_host, expected = elastic_calls("cpu", *how)
     assert sizes == expected
     for one, other in zip(on_device, on_host, strict=True):
         assert torch.equal(one, other)
@@ -248,11 +268,97 @@ def bits_at_worst(me, kind, do_expand, allows_several):
 @pytest.mark.parametrize("kind", [ElasticBuffer, MooncakeElasticBuffer])
 @pytest.mark.parametrize("do_expand", [False, True])
 def test_elastic_calls_of_a_known_size(kind, do_expand):
-    run(bits_at_worst, kind, do_expand, True)
+    run(bits_of_elastic_calls, kind, do_expand, True)
 
 
-def test_a_known_size_and_one_rounding():
-    run(bits_at_worst, ElasticBuffer, True, False)
+@pytest.mark.parametrize("masked", [None, 3])
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_no_host_waits_for_one_rounding(is_counted, masked):
+    run(bits_of_elastic_calls, ElasticBuffer, True, False, is_counted, masked)
+
+
+def first_dispatch(me):
+    """The first dispatch of a known size waits for nothing either."""
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    mine = drawn(3, COUNTS, EXPERTS)[me.rank]
+    x = late(mine.x)
+    with deferred(), held():
+        fill(x)
+        found = buffer.dispatch(x, **a_call(buffer, mine), num_worst_tokens=WORST)
+    exact = buffer.dispatch(mine.x, **a_call(buffer, mine))
+    rows = len(exact[0])
+    for one, expected in zip(found[:3], exact[:3], strict=True):
+        assert torch.equal(one[:rows], expected)
+    buffer.destroy()
+
+
+def test_no_host_waits_for_the_first_dispatch_of_a_known_size():
+    run(first_dispatch)
+
+
+def pieces_again(me, form):
+    """A dispatch with a handle of several pieces. Parts of the rows are of other bytes."""
+    buffer = ElasticBuffer(dist.group.WORLD, 1 << 21)
+    mine = drawn(3, [60, 2300, 0, 1900], EXPERTS, hidden=512)[me.rank]
+    form = {"num_experts": EXPERTS, "num_max_tokens_per_rank": 2300, **form}
+    rows, _, weights, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **form)
+    route = handle.way.route
+    assert len(route.pieces) > 1
+    x, other_weights = late(mine.x * 2), late(mine.weights * 2)
+    active = torch.ones(SIZE, dtype=torch.int32)
+    torch.accelerator.synchronize()
+    with deferred(), held():
+        fill(x)
+        fill(other_weights)
+        again = buffer.dispatch(
+            x, topk_weights=other_weights, handle=handle, active_ranks=active,
+            do_expand=handle.do_expand,
+        )  # fmt: skip
+    torch.accelerator.synchronize()
+    assert torch.equal(again[0], rows * 2)
+    assert torch.equal(again[2], weights * 2)
+    assert active.tolist() == [1] * SIZE
+    # Rows that go in other pieces.
+    few = buffer.dispatch(mine.x[:, :8].contiguous(), handle=handle, do_expand=handle.do_expand)
+    assert torch.equal(few[0], rows[:, :8])
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("form", [{}, {"do_expand": True, "expert_alignment": 4}])
+def test_no_host_waits_for_pieces_with_a_handle(form):
+    run(pieces_again, form)
+
+
+def two_streams(me, allows_several):
+    """A handle's combines on two streams, of which one is held; and a wait on another stream than
+    the call's."""
+    buffer = ElasticBuffer(dist.group.WORLD, 1 << 21, allow_multiple_reduction=allows_several)
+    mine = drawn(5, COUNTS, EXPERTS)[me.rank]
+    form = {"num_experts": EXPERTS, "num_max_tokens_per_rank": 80, "do_expand": True}
+    rows, *_, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **form)
+    expected = buffer.combine(rows, handle)[0]
+    *_, handle, _ = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **form)
+    torch.accelerator.synchronize()
+    one, other, third = (torch.Stream(device=rows.device) for _ in range(3))
+    with deferred(), held(one):
+        with one:
+            first, _, event = buffer.combine(rows, handle, async_with_compute_stream=True)
+        with other:
+            event.current_stream_wait()
+            seen = first.clone()
+        with third:
+            second = buffer.combine(rows, handle)[0]
+    event.event.synchronize()
+    assert torch.equal(first, expected)
+    torch.accelerator.synchronize()
+    assert torch.equal(seen, expected)
+    assert torch.equal(second, expected)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("allows_several", [False, True])
+def test_a_handle_on_two_streams(allows_several):
+    run(two_streams, allows_several)
 
 
 def little_memory(me):
@@ -466,6 +572,108 @@ def test_killed_in_a_call_of_a_known_size(victim, where):
         first, *others = [one for one in ranks.results(dead=[victim]) if one is not None]
         ranks.broken = True
     assert all(one == first for one in others)
+
+
+def killed_once(me, victim, where, is_counted):
+    """Each combine of expanded rows that rounds once is one with the victim or one without it, the
+    same on all survivors; sums have the bits of those that are left."""
+    buffer = ElasticBuffer(dist.group.WORLD, 1 << 21, allow_multiple_reduction=False)
+    mine = drawn(7, [40, 70, 33, 61], EXPERTS)[me.rank]
+    left = [int(rank != victim) for rank in range(SIZE)]
+    owners = torch.tensor([*owners_of(EXPERTS, SIZE), -1], device="cpu")[mine.topk_idx.cpu()]
+    form = {
+        "num_experts": EXPERTS, "num_max_tokens_per_rank": 80, "do_expand": True,
+        "do_cpu_sync": is_counted,
+    }  # fmt: skip
+
+    def answers(found):
+        """Those of the expert e: e + 2 times the row. All others are never read."""
+        counts = found[3].num_unaligned_recv_tokens_per_expert.tolist()
+        made, end = torch.full_like(found[0], float("nan")), 0
+        experts = [e for e, owner in enumerate(owners_of(EXPERTS, SIZE)) if owner == me.rank]
+        for expert, count in zip(experts, counts, strict=True):
+            begin, end = end, end + count
+            made[begin:end] = found[0][begin:end] * (expert + 2)
+        return made
+
+    def check(sums, missing, active):
+        x, there = mine.x.cpu(), torch.tensor([*active, 0], device="cpu")[owners] == 1
+        expected = torch.zeros_like(x, dtype=torch.float32)
+        for expert, is_there in zip(mine.topk_idx.cpu().t(), there.t(), strict=True):
+            rows = (x * (expert + 2).unsqueeze(1).bfloat16()).float()
+            expected += rows.masked_fill(~is_there.unsqueeze(1), 0)
+        assert torch.equal(sums.cpu(), expected.bfloat16())
+        assert torch.equal(missing.cpu(), (~there & (owners >= 0)).any(dim=1))
+
+    full = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, **form)
+    rows = answers(full)
+    torch.accelerator.synchronize()
+    me.board.set(f"running-{me.rank}")
+    me.board.wait_all("running", range(SIZE))
+    if where == "rows" and me.rank == victim:  # of a combine, behind their counts
+        extension.load().arm_failpoint("ep-take", 2, False)
+    seen, after = [], 0
+    while after < 3:
+        active, then, later = (torch.ones(SIZE, dtype=torch.int32) for _ in range(3))
+        found = buffer.dispatch(mine.x, mine.topk_idx, mine.weights, active_ranks=active, **form)
+        sums, *_ = buffer.combine(answers(found), found[3], active_ranks=then)
+        check(sums, buffer.missing_contributions, then.tolist())
+        # The rows of a dispatch from before the loss.
+        sums, *_ = buffer.combine(rows, full[3], active_ranks=later)
+        check(sums, buffer.missing_contributions, later.tolist())
+        seen.append([one.tolist() for one in (active, then, later)])
+        after += seen[-1] == [left] * 3
+    buffer.destroy()
+    return [one for one in seen if one != [[1] * SIZE] * 3], len(seen)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("is_counted", [False, True])
+@pytest.mark.parametrize("where", ["anywhere", "rows"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_in_a_combine_that_rounds_once(victim, where, is_counted):
+    with crew() as ranks:
+        ranks.start(killed_once, victim, where, is_counted)
+        if where == "anywhere":
+            ranks.board.wait_all("running", range(SIZE))
+            ranks.signal(victim, signal.SIGKILL)
+        first, *others = [one for one in ranks.results(dead=[victim]) if one is not None]
+        ranks.broken = True
+    assert all(one == first for one in others)
+
+
+def killed_between_pieces(me, victim, piece):
+    """A dispatch with a handle has no row of a rank that is lost in any of its pieces."""
+    buffer = Buffer(dist.group.WORLD, LITTLE)
+    given = drawn(7, [40, 70, 33, 61], EXPERTS)
+    mine = given[me.rank]
+    found = buffer.dispatch(mine.x, **a_call(buffer, mine))
+    assert len(found[4].route.pieces) > piece
+    torch.accelerator.synchronize()
+    me.board.set(f"ready-{me.rank}")
+    me.board.wait_all("ready", range(SIZE))
+    if me.rank == victim:
+        extension.load().arm_failpoint("ep-take", piece, False)
+    ends = found[4].route.ends.tolist()
+    begins = [0, *ends[:-1]]
+    for _ in range(2):
+        active = torch.ones(SIZE, dtype=torch.int32)
+        again, *_ = buffer.dispatch(mine.x, handle=found[4], active_ranks=active)
+        expected = found[0].clone()
+        expected[begins[victim] : ends[victim]] = 0
+        assert active.tolist() == [int(rank != victim) for rank in range(SIZE)]
+        assert torch.equal(again, expected)
+    buffer.destroy()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("piece", [1, 2, 3])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_between_pieces(victim, piece):
+    with crew() as ranks:
+        ranks.start(killed_between_pieces, victim, piece)
+        ranks.results(dead=[victim])
+        ranks.broken = True
 
 
 def stopped(me, victim):

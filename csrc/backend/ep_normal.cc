@@ -200,6 +200,7 @@ EpNormal::Worst EpNormal::dispatchAtWorst(const WorstArguments& given) {
   run->ranks = staging->input(given.ranks, "token_ranks");
   run->mostRows = uint32_t(rows);
   run->extras = size_t(given.extras);
+  if (given.of) run->of = given.of->dispatch;
   run->usedRows = staging->newCounts(1);
   placeAtWorst(*run, *staging, given.into, run->usedRows);
   run->made.push_back(

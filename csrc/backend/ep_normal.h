@@ -69,6 +69,7 @@ class EpNormal {
     int64_t extras;  // of a row, for which the combine gets room
     const std::optional<at::Tensor>& activeRanks;
     uint32_t agreed;
+    const EpHandle* of;  // null, or that of an earlier dispatch, which all ranks must give
     // Outputs. Rows behind the received ones are not written.
     const std::vector<at::Tensor>& into;  // [rows][any]; as many rows on all ranks
     const at::Tensor& sources;            // int32 [rows]

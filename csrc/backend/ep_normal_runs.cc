@@ -17,6 +17,11 @@ size_t rowsOf(const ep::Handle& handle) {
   return rows;
 }
 
+// The dispatch's number is the same on all ranks.
+uint32_t with(uint32_t agreed, const ep::Handle& dispatch) {
+  return agreed * 31 + uint32_t(dispatch.number);
+}
+
 void setCount(const at::Tensor& usedRows, size_t rows) {
   *usedRows.mutable_data_ptr<int32_t>() = int32_t(rows);
 }
@@ -103,6 +108,7 @@ Status WorstRun::read() {
 }
 
 Status WorstRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
+  if (of) call.agreed = with(call.agreed, *of);
   MOONCAKE_TRY(countAll(memory, inputs, deadline));
   MOONCAKE_TRY(checkCounts(memory.group));
   mask &= counted_;
@@ -148,9 +154,10 @@ Status WorstRun::checkCounts(const Group& group) {
                      " rows: give all ranks the same num_worst_tokens, or num_max_tokens_per_rank");
     }
     if (numbers[kAgreed] != others[kAgreed]) {
-      return refusal(ranks +
-                     " gave tensors of other dtypes or columns, or another "
-                     "num_max_tokens_per_rank: give the same on all ranks");
+      return refusal(ranks + (of ? " combine rows of different dispatches: give the handle of the "
+                                   "same one on all ranks"
+                                 : " gave tensors of other dtypes or columns, or another "
+                                   "num_max_tokens_per_rank: give the same on all ranks"));
     }
     size_t its = 0;
     for (int from = 0; from < size; ++from)
@@ -197,8 +204,7 @@ Status AsWorstRun::run(const ep::Memory& memory, const Status& inputs, Deadline 
     call.places.push_back({end, end + range.count});
     end += range.count;
   }
-  // The same on all ranks.
-  call.agreed = call.agreed * 31 + uint32_t(first->number);
+  call.agreed = with(call.agreed, *first);
   mask &= first->participants;
   MOONCAKE_TRY(TokensRun::run(memory, inputs, deadline));
   setCount(usedRows, end);

@@ -70,7 +70,8 @@ class WorstRun final : public TokensRun {
   const ep::Buffer* buffer = nullptr;  // runs this
   at::Tensor ranks;                    // int32 [tokens][any]
   uint32_t mostRows = 0;
-  size_t extras = 0;  // of a row, for which the combine gets room
+  size_t extras = 0;                     // of a row, for which the combine gets room
+  std::shared_ptr<const ep::Handle> of;  // null, or a dispatch that has ended or runs earlier
   // Results, see EpNormal::WorstArguments; and the rows, of Staging::newCounts().
   at::Tensor endsShown, table, participants, usedRows;
 

@@ -283,7 +283,7 @@ std::pair<EpHandle, std::shared_ptr<EpWork>> sendTokensAtWorst(
     EpBuffer& buffer, const std::vector<at::Tensor>& fields, const at::Tensor& ranks,
     int64_t hidden, int64_t extras, const std::vector<at::Tensor>& into, const at::Tensor& sources,
     const at::Tensor& ends, const at::Tensor& table, const at::Tensor& participants,
-    const MaybeTensor& activeRanks, uint32_t agreed) {
+    const MaybeTensor& activeRanks, uint32_t agreed, const EpHandle* of) {
   py::gil_scoped_release unlocked;
   auto made = EpNormal(buffer).dispatchAtWorst({.fields = fields,
                                                 .ranks = ranks,
@@ -291,6 +291,7 @@ std::pair<EpHandle, std::shared_ptr<EpWork>> sendTokensAtWorst(
                                                 .extras = extras,
                                                 .activeRanks = activeRanks,
                                                 .agreed = agreed,
+                                                .of = of,
                                                 .into = into,
                                                 .sources = sources,
                                                 .ends = ends,
@@ -351,7 +352,7 @@ void bindNormalMode(py::class_<EpBuffer>& buffer) {
       .def("send_tokens_at_worst", &sendTokensAtWorst, py::arg("fields"), py::arg("token_ranks"),
            py::arg("hidden"), py::arg("extras"), py::arg("into"), py::arg("sources"),
            py::arg("ends"), py::arg("table"), py::arg("participants"),
-           py::arg("active_ranks") = none, py::arg("agreed") = 0)
+           py::arg("active_ranks") = none, py::arg("agreed") = 0, py::arg("of") = none)
       .def("send_tokens_as_worst", &sendTokensAsWorst, py::arg("handle"), py::arg("fields"),
            py::arg("into"), py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
            py::arg("agreed") = 0)
