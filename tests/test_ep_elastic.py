@@ -12,6 +12,7 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import DEVICE_LAYOUT
 from elastic_crew import (
     AMPLE,
     FORMS,
@@ -506,7 +507,8 @@ def absent_on_rank(me: harness.Rank, name: str, absent: int, late: bool, once: b
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("absent", [0, 3])
-def test_absent_ranks(absent, late, once, crews):
+@pytest.mark.parametrize("layout", ["shm", DEVICE_LAYOUT])
+def test_absent_ranks(layout, absent, late, once, crews):
     if late or absent:  # rank 0 does not mask itself
-        name = f"elastic-{absent}-{late}-{once}"
-        crews.get("shm", SIZE).call(absent_on_rank, name, absent, late, once)
+        name = f"elastic-{layout}-{absent}-{late}-{once}"
+        crews.get(layout, SIZE).call(absent_on_rank, name, absent, late, once)

@@ -25,7 +25,22 @@ from normal_crew import (
 )
 
 from mooncake.ep import Buffer, reference
+from mooncake.ep import layout as layouts
 from mooncake_backend import extension
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16])
+def test_owners_are_the_references(size):
+    for experts in range(1, 3 * size + 3):
+        owners = reference.default_owners(experts, size)
+        assert layouts.owners_of(experts, size, layouts.CPU).tolist() == owners
+        for rank in range(size):
+            mine = reference.local_experts(owners, rank)
+            numbers = [mine.index(e) if e in mine else -1 for e in range(experts)]
+            assert layouts.local_numbers(experts, size, rank, layouts.CPU).tolist() == [
+                *numbers,
+                -1,
+            ]
 
 
 def round_trip(me: harness.Rank, counts: Any, experts: int, num_bytes: int, how: str) -> None:

@@ -5,6 +5,7 @@ suites that run on layout `device`."""
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from datetime import timedelta
 
@@ -229,6 +230,7 @@ def elastic_calls(home, kind, me, do_expand, allows_several, is_counted, masked)
         if masked is not None and me.rank == 0:
             active[masked] = 0
         if home != "cpu":
+            buffer._exchange.by_kernels(given.x.device)  # the first time all ranks wait
             holding.enter_context(deferred())
         if home != "cpu" and not is_counted:
             holding.enter_context(held())
@@ -237,7 +239,11 @@ def elastic_calls(home, kind, me, do_expand, allows_several, is_counted, masked)
         )
         if home != "cpu" and is_counted:
             holding.enter_context(held())
-        assert handle.way.route.is_at_worst == (home != "cpu" and not is_counted)
+        route = handle.way.route
+        is_at_worst = home != "cpu" and not is_counted
+        assert route.is_at_worst == (is_at_worst and route.kernels is None)
+        by_kernels = home != "cpu" and os.environ.get("MOONCAKE_EP_KERNELS") == "1"
+        assert (route.kernels is not None) == by_kernels
         again, *_ = buffer.dispatch(given.x * 2, handle=handle, do_expand=do_expand)
         sums, *_ = buffer.combine(rows, handle, active_ranks=then)
         missing = buffer.missing_contributions
@@ -271,10 +277,12 @@ def test_elastic_calls_of_a_known_size(kind, do_expand):
     run(bits_of_elastic_calls, kind, do_expand, True)
 
 
+@pytest.mark.parametrize("kernels", [0, 1])
 @pytest.mark.parametrize("masked", [None, 3])
 @pytest.mark.parametrize("is_counted", [False, True])
-def test_no_host_waits_for_one_rounding(is_counted, masked):
-    run(bits_of_elastic_calls, ElasticBuffer, True, False, is_counted, masked)
+def test_no_host_waits_for_one_rounding(is_counted, masked, kernels):
+    how = ElasticBuffer, True, False, is_counted, masked
+    run(bits_of_elastic_calls, *how, MOONCAKE_EP_KERNELS=str(kernels))
 
 
 def first_dispatch(me):
@@ -832,6 +840,31 @@ def other_handles(me):
 
 def test_other_handles():
     assert len(set(run(other_handles))) == 1
+
+
+def other_expanded_handles(me, is_counted):
+    """The same in a combine that rounds once. The event's wait on the host raises it."""
+    buffer = ElasticBuffer(dist.group.WORLD, 1 << 21, allow_multiple_reduction=False)
+    mine = drawn(4, COUNTS, EXPERTS)[me.rank]
+    form = {"num_experts": EXPERTS, "do_expand": True, "do_cpu_sync": is_counted}
+    found = [
+        buffer.dispatch(mine.x, mine.topk_idx, num_max_tokens_per_rank=most, **form)
+        for most in (80, 70)
+    ]
+    rows, *_, handle, _ = found[me.rank == 1]
+    _, _, event = buffer.combine(rows, handle, async_with_compute_stream=True)
+    kind, text = raised(event.event.synchronize)
+    torch.accelerator.synchronize()
+    assert raised(buffer.combine, rows, handle) == (kind, text)
+    buffer.destroy()
+    return kind, text
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_other_handles_of_expanded_rows(is_counted):
+    found = run(other_expanded_handles, is_counted)
+    assert len(set(found)) == 1, found
+    assert "rank 0 and rank 1 combine rows of different dispatches" in found[0][1]
 
 
 def a_rank_that_is_missing(me):

@@ -199,6 +199,33 @@ def test_operations_on_the_cpu_wait_for_the_current_stream_alone():
 
 
 @on_device
+def test_deferred_operations_run_at_their_place_in_the_stream():
+    """The host waits only for those of which it has to know the data."""
+    numbers = [3, -1, 2, 0]
+    expected, x = torch.tensor(numbers), zeros(4).long()
+    given = torch.tensor(numbers).pin_memory()
+    with control.deferred():
+        with held():
+            x.copy_(given, non_blocking=True)
+            rows = x.clamp(min=0)
+            found = [rows[rows], (x >= 0).any(), torch.where(x < 0, rows, x), x.cumsum(0)]
+            found += [torch.stack([x, rows]), torch.searchsorted(rows[:1], x)]
+            written = torch.full_like(x, -7)
+            written[rows] = x
+            longer = torch.arange(6, device=x.device) % 4
+        are_there = x.nonzero().flatten(), x[x > 0]
+    rows = expected.clamp(min=0)
+    same = [rows[rows], (expected >= 0).any(), torch.where(expected < 0, rows, expected)]
+    same += [expected.cumsum(0), torch.stack([expected, rows])]
+    same += [torch.searchsorted(rows[:1], expected)]
+    for one, other in zip(found, same, strict=True):
+        assert torch.equal(one.cpu(), other)
+    assert written[2:].tolist() == [2, 3]
+    assert longer.tolist() == [0, 1, 2, 3, 0, 1]
+    assert [one.tolist() for one in are_there] == [[0, 1, 2], [3, 2]]
+
+
+@on_device
 def test_an_event_means_its_last_record():
     side, event = torch.Stream(device="fake"), torch.Event(device="fake")
     x = zeros()

@@ -148,16 +148,20 @@ Status WorstRun::checkCounts(const Group& group) {
     if (first < 0) first = r;
     const auto& others = census_.all[size_t(first)];
     const std::string ranks = group.nameRank(first) + " and " + group.nameRank(r);
+    const bool isAgreed = numbers[kAgreed] == others[kAgreed];
+    if (of && !isAgreed) {
+      return refusal(ranks + " combine rows of different dispatches: give the handle of the same " +
+                     "one on all ranks");
+    }
     if (numbers[kMostRows] != others[kMostRows]) {
       return refusal(ranks + " have places for " + std::to_string(others[kMostRows]) + " and " +
                      std::to_string(numbers[kMostRows]) +
                      " rows: give all ranks the same num_worst_tokens, or num_max_tokens_per_rank");
     }
-    if (numbers[kAgreed] != others[kAgreed]) {
-      return refusal(ranks + (of ? " combine rows of different dispatches: give the handle of the "
-                                   "same one on all ranks"
-                                 : " gave tensors of other dtypes or columns, or another "
-                                   "num_max_tokens_per_rank: give the same on all ranks"));
+    if (!isAgreed) {
+      return refusal(ranks +
+                     " gave tensors of other dtypes or columns, or another "
+                     "num_max_tokens_per_rank: give the same on all ranks");
     }
     size_t its = 0;
     for (int from = 0; from < size; ++from)
