@@ -85,7 +85,7 @@ struct Splits {
 MC_DEVICE void readTables(const AllToAllArguments& a, const Turn& turn, Splits& splits) {
   constexpr uint64_t kMostExchanges = uint64_t(1) << 30;
   const GroupState& state = *a.exchange.state;
-  const uint64_t room = state.halfBytes - kTableBytes;
+  const uint64_t room = state.bankBytes - kTableBytes;
   __syncthreads();
   for (int rank = int(threadIdx.x); rank < state.ranks; rank += int(blockDim.x)) {
     if (!has(turn.active, rank)) continue;

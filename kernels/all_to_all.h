@@ -27,7 +27,7 @@ struct SplitTable {
 
 constexpr size_t kSegmentUnit = 16;  // segments lie at multiples of so many bytes
 constexpr size_t kTableBytes = (sizeof(SplitTable) + 127) / 128 * 128;
-// A half of the memory that is larger than an input by so many bytes takes it in one exchange.
+// A bank that is larger than an input by so many bytes takes it in one exchange.
 constexpr size_t kSplitBytes = kTableBytes + 2 * kMaxRanks * kSegmentUnit;
 
 // all_to_all. A rank knows only its own splits, so the table tells the other ranks how many
@@ -42,13 +42,13 @@ struct AllToAllArguments {
   unsigned char* outputs[kMaxRanks];
 };
 
-// Lays out `count` segments of these sizes for memory with halves of `halfBytes`: more than
-// kSplitBytes. Each exchange has the same part of all segments, so all receivers read in each.
+// Lays out `count` segments of these sizes for banks of `bankBytes`: more than kSplitBytes. Each
+// exchange has the same part of all segments, so all receivers read in each.
 inline void layOutSegments(AllToAllArguments& arguments, const size_t* sizes, unsigned count,
-                           size_t halfBytes) {
+                           size_t bankBytes) {
   const auto unitsOf = [](uint64_t bytes) { return (bytes + kSegmentUnit - 1) / kSegmentUnit; };
   // A part is rounded up to a whole unit, and its place is rounded down.
-  const uint64_t room = (halfBytes - kTableBytes) / kSegmentUnit - count;
+  const uint64_t room = (bankBytes - kTableBytes) / kSegmentUnit - count;
   uint64_t units = 0, before = 0;
   for (unsigned i = 0; i < count; ++i) units += unitsOf(sizes[i]);
   const uint64_t exchanges = units ? (units - 1) / room + 1 : 1;

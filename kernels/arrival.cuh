@@ -89,6 +89,10 @@ MC_DEVICE void signalHasAll(const Exchange& exchange, const Turn& turn) {
   GroupState& state = *exchange.state;
   Remote& remote = state.remote;
   const uint64_t signal = signalOf(exchange, turn.serial);
+  // A block that goes on alone may come to an exchange of which another block has told this.
+  const bool isTold = state.hadAll >= turn.serial;
+  __syncthreads();
+  if (isTold) return;
   if (threadIdx.x == 0) state.hadAll = turn.serial;
   for (int peer = int(threadIdx.x); peer < state.ranks; peer += int(blockDim.x)) {
     if (has(turn.active & ~remote.ranks, peer) && peer != state.rank)
@@ -101,15 +105,16 @@ MC_DEVICE void signalHasAll(const Exchange& exchange, const Turn& turn) {
       pushMail(pushes, MailKind::kHasAll, signal);
     }
     if (lane() == 0) {
-      remote.used[turn.serial & 1][peer] = loadRelaxedDevice(&remote.proxy.tickets[peer].reserved);
+      remote.used[bankOf(turn.serial, state.banks)][peer] =
+          loadRelaxedDevice(&remote.proxy.tickets[peer].reserved);
     }
   }
 }
 
-// Waits until all blocks of all ranks that take part, also of this one, have published their parts,
-// and with remote ranks until all have them. As haveAll().
-MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
-                        uint64_t deadline, BlockState& shared) {
+// Waits until all blocks of all ranks that take part, also of this one, have published their parts.
+// With remote ranks, tells that this rank has all data. As haveAll().
+MC_DEVICE bool awaitData(const Exchange& exchange, const Turn& turn, const Blocks& blocks,
+                         uint64_t deadline, BlockState& shared) {
   const GroupState& state = *exchange.state;
   const unsigned ranks = unsigned(state.ranks), signals = gridDim.x * ranks;
   bool haveArrived = true;
@@ -121,8 +126,17 @@ MC_DEVICE bool awaitAll(const Exchange& exchange, const Turn& turn, const Blocks
     haveArrived = haveArrived && shared.waited[i] == Waited::kArrived;
   }
   if (!haveAll(haveArrived, signals, ranks, shared)) return false;
+  if (state.remote.ranks && blocks.first == 0) signalHasAll(exchange, turn);
+  return true;
+}
+
+// Waits, with remote ranks, until all ranks that take part have all data. As haveAll().
+MC_DEVICE bool awaitUse(const Exchange& exchange, const Turn& turn, uint64_t deadline,
+                        BlockState& shared) {
+  const GroupState& state = *exchange.state;
   if (!state.remote.ranks) return true;
-  if (blocks.first == 0) signalHasAll(exchange, turn);
+  const unsigned ranks = unsigned(state.ranks);
+  bool haveArrived = true;
   for (unsigned peer = threadIdx.x; peer < ranks; peer += blockDim.x) {
     shared.waited[peer] = has(turn.active, int(peer)) && int(peer) != state.rank
                               ? awaitHasAll(exchange, turn.serial, int(peer), deadline)

@@ -11,32 +11,42 @@
 // No memory of a rank on another host is mapped: a rank pushes its data to the inboxes of remote
 // ranks (kernels/remote.cuh). If it is lost, some may have all of them, and others none. So a group
 // on several hosts has a second round: each rank tells the others that it has all data that it
-// receives, and uses them once all have told so. A rank that still lacks this of a lost rank can take
-// the operation, if any rank has ended it: then the data are there.
+// receives, and uses them once all have told so. A rank that still lacks this of a lost rank can
+// take the operation, if any rank has ended it: then the data are there.
 //
 // Data that all ranks read cross to another host once: to the inbox of one of its ranks, which the
 // others of its host map. The second round tells them that the data are there, and this memory
-// outlives its owner, too. A rank writes to the same half of an inbox two exchanges later. By then it
-// has the signals of all ranks of that host for the exchange between, so they have read the half. A
-// rank that the others count as lost may still read it: that of the last exchange of which they have
-// told that they have all data. So the first exchange without that rank uses the other half. For the
-// second one there are signals of all ranks, and those of its host have told it before that it is out.
+// outlives its owner, too.
 //
-// Inputs that do not fit go in pieces, each by an exchange of its own. A rank publishes a piece
-// when it has ended the one before, for which it needed the signals of all ranks. So all have ended
-// the piece before that, which was in the same half of the memory.
+// Inputs that do not fit go in pieces, each by an exchange of its own. Consecutive exchanges take
+// turns with three banks of the published memory and of the inboxes. A block that has the signals
+// of all ranks for an exchange first publishes the next one, and then uses the data: so the next
+// piece crosses to other hosts meanwhile. When all blocks of all ranks have published exchange n,
+// they have had the signals for n - 1 before, and have ended n - 2 before that. So n + 1 may have
+// its bank.
+//
+// A rank that the others count as lost may still read in inboxes of its host. If n is the last
+// exchange of which they have told that they have all data, that rank had published n. So it may
+// read n - 1 and n, and the first exchange without that rank has the bank of n + 1. For the second
+// one there are signals of all ranks, and those of its host have told it before that it is out.
+//
+// Rows of experts have two banks only, and no exchange is published ahead: a rank has ended the one
+// before, for which it needed the signals of all ranks. So all have ended the one before that, and
+// a rank that is out may read n only.
 //
 // A two-shot operation has two exchanges for each piece. A rank that has the signals of the first
-// one may already write to the half of the second one, for the same reason: there it reduces its
-// segment of the piece. So it publishes the segment without a copy. A block that goes on for stopped
-// ones may reduce a part again: other ranks read none before they have the signals of all blocks. An
-// operation of one piece writes to its output in the last exchange only, so the output may be the
-// input.
+// one may already write to the bank of the second one, for the same reason: there it reduces its
+// segment of the piece. So it publishes the segment without a copy, and not ahead. A block that
+// goes on for stopped ones may reduce a part again: other ranks read none before they have the
+// signals of all blocks. An operation of one piece writes to its output in the last exchange only,
+// so the output may be the input.
 //
 // A kernel does not wait for a lost or late rank for long. It stops, tells the host which ranks it
 // misses, and waits for a decision with a deadline of its own. All blocks but one end, and that one
 // goes on alone. If ranks are lost, all exchanges of the operation are redone, because all need the
-// same ranks; or another rank has ended it, and then this one lacks the last exchange only.
+// same ranks; or another rank has ended it, and then this one lacks the last exchange only. It has
+// told that it has all data of that one, and what it still waited for before has come ahead of
+// them.
 namespace mooncake::kernels {
 
 // Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.
@@ -44,7 +54,7 @@ MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, co
                           uint64_t deadline) {
   GroupState& state = *exchange.state;
   if (shared.mismatched < 0) {
-    // Rows of experts are not pushed again, so they stay in their half.
+    // Rows of experts are not pushed again, so they stay in their bank.
     const bool readsOthers = exchange.isTwoShot || exchange.readers == Readers::kAll;
     const Progress progress{lastSerial(turn), readsOthers ? state.hadAll : 0};
     return awaitDecision(state, shared.missing, progress, exchange.isOfGraph, deadline);
@@ -63,12 +73,14 @@ MC_DEVICE Decision decideForAll(const Exchange& exchange, BlockState& shared, co
 enum class Arrival : uint32_t { kNotLast, kAllEnded, kSomeStopped };
 
 // This block has ended, or has stopped, before this exchange. Tells the last block.
-MC_DEVICE Arrival arrive(const Exchange& exchange, const Turn& turn, BlockState& shared) {
+MC_DEVICE Arrival arrive(const Exchange& exchange, const Turn& turn, unsigned published,
+                         BlockState& shared) {
   constexpr uint32_t kStopped = 1u << 16;
   GroupState& state = *exchange.state;
   const uint32_t mine = turn.number == turn.exchanges ? 1 : 1 + kStopped;
   if (threadIdx.x == 0) {
     state.progress[blockIdx.x] = turn.number;
+    state.published[blockIdx.x] = published;
     shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
   }
   __syncthreads();
@@ -99,12 +111,12 @@ MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t byt
 }
 
 // An operation from its first exchange on. `publish(turn, blocks)` publishes the blocks' parts and
-// signals that. `consume(state, turn, block)` computes the block's part of an exchange's result from
-// the memory of the ranks that take part. It stands here only once, because it is most of the code.
-// That of the first exchange may set the number of exchanges, the same on all ranks.
-// `bytes`: size of the operation's result. `finish(last)` runs on the last block, when the operation
-// cannot begin anew any more, with its last exchange; false: it has failed the group. All have all
-// threads of a block.
+// signals that. `consume(state, turn, block)` computes the block's part of an exchange's result
+// from the memory of the ranks that take part. It stands here only once, because it is most of the
+// code. That of the first exchange may set the number of exchanges, the same on all ranks. `bytes`:
+// size of the operation's result. `finish(last)` runs on the last block, when the operation cannot
+// begin anew any more, with its last exchange; false: it has failed the group. All have all threads
+// of a block.
 template <typename Publish, typename Consume, typename Finish>
 MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish& publish,
                            const Consume& consume, const Finish& finish) {
@@ -113,11 +125,22 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
   Turn turn{state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
+  unsigned published = 0;  // exchanges
+  bool hasData = false;    // of the exchange in `turn`
   for (;;) {
-    for (int rank = int(threadIdx.x); rank < state.ranks; rank += int(blockDim.x))
+    for (int rank = int(threadIdx.x); !hasData && rank < state.ranks; rank += int(blockDim.x))
       if (has(turn.active, rank)) shared.data[rank] = dataOf(exchange, turn, rank);
-    publish(turn, blocks);
-    bool isReady = awaitAll(exchange, turn, blocks, deadline, shared);
+    const Turn next = hasData ? after(turn) : turn;
+    if (published <= next.number && (!hasData || isAhead(exchange, next))) {
+      publish(next, blocks);
+      published = next.number + 1;
+    }
+    bool isReady = hasData ? awaitUse(exchange, turn, deadline, shared)
+                           : awaitData(exchange, turn, blocks, deadline, shared);
+    if (isReady && !hasData) {
+      hasData = true;
+      continue;
+    }
     if (!isReady && blocks.areStopped) {
       const Decision decision = decideForAll(exchange, shared, turn, deadline);
       if (decision == Decision::kRefuse) {
@@ -128,6 +151,8 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       if (!isReady) {
         turn = {state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};
         blocks.areRedone = true;
+        published = 0;
+        hasData = false;
         if (state.remote.ranks) awaitRings(state);
         continue;
       }
@@ -137,8 +162,8 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       for (unsigned block = blocks.first; hasResult && block < blocks.end; ++block)
         if (blocks.compute(state, block, turn.number)) consume(state, turn, block);
       __syncthreads();
-      ++turn.number;
-      ++turn.serial;
+      turn = after(turn);
+      hasData = false;
       if (turn.number < turn.exchanges) {
         if (!blocks.areStopped) deadline = now() + state.patienceNs;
         continue;
@@ -147,7 +172,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       __syncthreads();
       if (blocks.areStopped) break;
     }
-    const Arrival arrival = arrive(exchange, turn, shared);
+    const Arrival arrival = arrive(exchange, turn, published, shared);
     if (arrival == Arrival::kNotLast) return;
     if (arrival == Arrival::kAllEnded) break;
     if (exchange.isOfGraph && threadIdx.x == 0)
@@ -155,7 +180,8 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
     blocks = {0, gridDim.x, true, false};
     const unsigned number = leastProgress(state);
     turn.serial -= turn.number - number;
-    turn.number = number;
+    turn.number = published = number;
+    hasData = false;
     deadline = now() + exchange.decisionNs;
   }
   const Turn last{lastSerial(turn), turn.exchanges - 1, turn.active, turn.exchanges, shared.data};

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/common/host_device.h"
 #include "kernels/remote.h"
 
 // The memory that the kernels of a group of ranks share with each other and with their hosts.
@@ -20,10 +21,22 @@ struct Signals {
   uint64_t words[kMaxBlocks][kMaxRanks];
   // Where ranks are on several hosts: the last exchange of which the source has all data.
   uint64_t hasAll[kMaxRanks];
-  // Not 0: other ranks go on without the receiving one. They write it before they overwrite data that
-  // it may still read.
+  // Not 0: other ranks go on without the receiving one. They write it before they overwrite data
+  // that it may still read.
   uint32_t isOut;
 };
+
+// The bank of an exchange, in published memory and in inboxes.
+MOONCAKE_HOST_DEVICE constexpr unsigned bankOf(uint64_t serial, unsigned banks) {
+  return unsigned(banks == 2 ? serial % 2 : serial % 3);
+}
+
+// After a loss: the serial number that the next exchange follows, so that it has the bank after
+// that of the exchange `last`. No exchange has had a higher one than `taken`.
+constexpr uint64_t serialAfterLoss(uint64_t taken, uint64_t last, unsigned banks) {
+  while (bankOf(taken, banks) != bankOf(last, banks)) ++taken;
+  return taken;
+}
 
 // The host's decision about an operation that did not end by itself.
 enum class Decision : uint32_t {
@@ -117,14 +130,16 @@ struct GroupState {
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
   uint32_t entered = 0;     // blocks of a graph's kernel that have begun, or kHeld
-  uint32_t progress[kMaxBlocks] = {};  // exchanges that a block has ended, when it leaves
+  // Exchanges that a block has ended, and those that it has published, when it leaves.
+  uint32_t progress[kMaxBlocks] = {};
+  uint32_t published[kMaxBlocks] = {};
 
   uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself
   uint64_t decisionNs = 0;  // between two operations, the host decides within this time
 
-  // Of each rank, at this device's addresses: two halves of `halfBytes`, one for each of two
-  // consecutive exchanges.
-  size_t halfBytes = 0;
+  // Of each rank, at this device's addresses: banks of `bankBytes`, which exchanges use in turn.
+  unsigned banks = kMostBanks;  // 2: no exchange is published ahead
+  size_t bankBytes = 0;
   unsigned char* data[kMaxRanks] = {};
   Signals* signals[kMaxRanks] = {};
   HostWords* host = nullptr;

@@ -59,6 +59,12 @@ struct Turn {
   unsigned char* const* data = nullptr;  // of the ranks that take part, where this rank reads them
 };
 
+MC_DEVICE Turn after(Turn turn) {
+  ++turn.serial;
+  ++turn.number;
+  return turn;
+}
+
 // The piece of `bytes` that an exchange has.
 MC_DEVICE Part pieceOf(const Exchange& exchange, const Turn& turn, size_t bytes) {
   return pieceOf(exchange, exchange.isTwoShot ? turn.number / 2 : turn.number, bytes);
@@ -72,6 +78,13 @@ MC_DEVICE bool gathersSegments(const Exchange& exchange, const Turn& turn) {
 // Whether all ranks read the same data of a rank in an exchange.
 MC_DEVICE bool areForAll(const Exchange& exchange, const Turn& turn) {
   return exchange.isTwoShot ? gathersSegments(exchange, turn) : exchange.readers == Readers::kAll;
+}
+
+// Whether an exchange is published before the data of the one before it are used. Segments are not:
+// they come of those data.
+MC_DEVICE bool isAhead(const Exchange& exchange, const Turn& turn) {
+  return exchange.state->banks == kMostBanks && turn.number < turn.exchanges &&
+         !gathersSegments(exchange, turn);
 }
 
 // Serial number of the operation's last exchange.

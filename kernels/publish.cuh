@@ -12,12 +12,12 @@ namespace mooncake::kernels {
 
 // Memory that a rank has published for an exchange, and its size.
 MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t serial) {
-  if (has(state.remote.ranks, rank)) return inboxOf(state.remote, rank, serial);
-  return state.data[rank] + (serial & 1) * state.halfBytes;
+  if (has(state.remote.ranks, rank)) return inboxOf(state, rank, serial);
+  return state.data[rank] + bankOf(serial, state.banks) * state.bankBytes;
 }
 
 MC_DEVICE size_t publishedBytes(const GroupState& state, int rank) {
-  return has(state.remote.ranks, rank) ? state.remote.inboxHalfBytes : state.halfBytes;
+  return has(state.remote.ranks, rank) ? state.remote.inboxBankBytes : state.bankBytes;
 }
 
 // The rank of `to`'s host that receives the data of rank `from`, which are for all ranks there. It
@@ -57,10 +57,9 @@ struct Blocks {
   bool areStopped;  // they have stopped, and this one goes on in their place
   bool areRedone;   // the operation has begun anew since
 
-  // Whether this block publishes the block's part of an exchange. Blocks have published that of the
-  // exchange at which they have stopped.
+  // Whether this block publishes the block's part of an exchange.
   MC_DEVICE bool publish(const GroupState& state, unsigned block, unsigned exchange) const {
-    return !areStopped || areRedone || state.progress[block] < exchange;
+    return !areStopped || areRedone || state.published[block] <= exchange;
   }
   // Whether this block computes the block's part of the result. Others push parts of it already.
   MC_DEVICE bool compute(const GroupState& state, unsigned block, unsigned exchange) const {
@@ -79,9 +78,10 @@ MC_DEVICE void pushAll(const Exchange& exchange, const Turn& turn, const Blocks&
   const uint64_t signal = signalOf(exchange, turn.serial);
   for (int peer = int(threadIdx.x / kLanes); peer < state.ranks; peer += int(blockDim.x / kLanes)) {
     if (!has(turn.active & remote.ranks, peer)) continue;
-    // The commands of the exchange before the last one were in the same half.
+    // Commands of an earlier exchange were in the same bank.
+    const unsigned bank = bankOf(turn.serial, state.banks);
     int isFree = 1;
-    if (lane() == 0) isFree = awaitRing(state, peer, remote.used[turn.serial & 1][peer], mayStop);
+    if (lane() == 0) isFree = awaitRing(state, peer, remote.used[bank][peer], mayStop);
     if (!__shfl_sync(kAllLanes, isFree, 0)) continue;
     for (unsigned block = blocks.first; block < blocks.end; ++block) {
       if (!lacksMail(remote, peer, MailKind::kData, turn.serial, block, signal)) continue;

@@ -7,14 +7,16 @@
 // Data for ranks on other hosts, and their mails (kernels/remote.h).
 namespace mooncake::kernels {
 
-// The half of an exchange in a remote rank's inbox.
-MC_DEVICE unsigned char* inboxOf(const Remote& remote, int rank, uint64_t serial) {
-  return remote.inboxes[rank] + sizeof(Mails) + (serial & 1) * remote.inboxHalfBytes;
+// The bank of an exchange in a remote rank's inbox.
+MC_DEVICE unsigned char* inboxOf(const GroupState& state, int rank, uint64_t serial) {
+  const Remote& remote = state.remote;
+  return remote.inboxes[rank] + sizeof(Mails) + bankOf(serial, state.banks) * remote.inboxBankBytes;
 }
 
 // Offset of a mail in Mails.
 MC_DEVICE size_t mailAt(MailKind kind, uint64_t serial, unsigned block) {
-  return ((size_t(kind) * 2 + (serial & 1)) * kMaxRemoteBlocks + block) * sizeof(Mail);
+  return ((size_t(kind) * kMostBanks + serial % kMostBanks) * kMaxRemoteBlocks + block) *
+         sizeof(Mail);
 }
 
 MC_DEVICE uint64_t checkOf(uint64_t signal, uint64_t count) {
@@ -69,13 +71,13 @@ MC_DEVICE void pushCommands(Pushes& pushes, uint64_t source, uint64_t target, si
   if (__any_sync(kAllLanes, isOne && !isPushed)) pushes.areWhole = false;
 }
 
-// Pushes `bytes` at `from` of this rank's half to `to` of its half in the remote rank's inbox:
+// Pushes `bytes` at `from` of this rank's bank to `to` of its bank in the remote rank's inbox:
 // those of each lane. The block has written them before a barrier.
 MC_DEVICE void push(Pushes& pushes, size_t from, size_t to, size_t bytes) {
-  const size_t half = pushes.serial & 1;
   const GroupState& state = pushes.state;
-  pushCommands(pushes, half * state.halfBytes + from,
-               sizeof(Mails) + half * state.remote.inboxHalfBytes + to, bytes);
+  const size_t bank = bankOf(pushes.serial, state.banks);
+  pushCommands(pushes, bank * state.bankBytes + from,
+               sizeof(Mails) + bank * state.remote.inboxBankBytes + to, bytes);
 }
 
 // The last command. It tells how many came before it. A rank that lacks one gets no mail.
@@ -85,7 +87,7 @@ MC_DEVICE void pushMail(Pushes& pushes, MailKind kind, uint64_t signal) {
   const size_t at = mailAt(kind, pushes.serial, pushes.block);
   const uint64_t count = pushes.count + 1;
   if (lane() == 0 && pushes.areWhole) {
-    Mail& mail = remote.outgoing[peer].of[size_t(kind)][pushes.serial & 1][pushes.block];
+    Mail& mail = remote.outgoing[peer].of[size_t(kind)][pushes.serial % kMostBanks][pushes.block];
     mail = {signal, count, checkOf(signal, count), 0};
   }
   pushCommands(pushes, remote.outgoingAt + size_t(peer) * sizeof(Mails) + at, at,
@@ -100,7 +102,7 @@ MC_DEVICE bool lacksMail(const Remote& remote, int peer, MailKind kind, uint64_t
                          unsigned block, uint64_t signal) {
   bool lacks = false;
   if (lane() == 0) {
-    const Mail& mail = remote.outgoing[peer].of[size_t(kind)][serial & 1][block];
+    const Mail& mail = remote.outgoing[peer].of[size_t(kind)][serial % kMostBanks][block];
     lacks = mail.signal != signal && loadRelaxedDevice(&remote.isCutOff[peer]) == 0;
   }
   return __shfl_sync(kAllLanes, int(lacks), 0) != 0;
@@ -128,14 +130,14 @@ MC_DEVICE bool awaitRing(GroupState& state, int peer, uint32_t count, bool maySt
   return false;
 }
 
-// All ranks begin an operation anew: waits for all commands to remote ranks. All threads of the last
-// block.
+// All ranks begin an operation anew: waits for all commands to remote ranks. All threads of the
+// last block.
 MC_DEVICE void awaitRings(GroupState& state) {
   Remote& remote = state.remote;
   for (int peer = int(threadIdx.x); peer < state.ranks; peer += int(blockDim.x)) {
     if (!has(state.active & remote.ranks, peer)) continue;
     const uint32_t count = loadRelaxedDevice(&remote.proxy.tickets[peer].reserved);
-    remote.used[0][peer] = remote.used[1][peer] = count;
+    for (auto& used : remote.used) used[peer] = count;
     awaitRing(state, peer, count, true);
   }
   __syncthreads();

@@ -12,9 +12,10 @@ namespace mooncake::kernels {
 
 constexpr int kMaxRemoteRanks = 32;   // kMaxRanks
 constexpr int kMaxRemoteBlocks = 16;  // kMaxBlocks
+constexpr unsigned kMostBanks = 3;    // see GroupState::banks
 
 // The regions of each rank's proxy.
-constexpr uint32_t kOwnRegion = 0;    // begins with the two halves that the rank publishes
+constexpr uint32_t kOwnRegion = 0;    // begins with the banks that the rank publishes
 constexpr uint32_t kInboxRegion = 1;  // the inboxes of all remote ranks
 
 // The last command of a block for a remote rank in an exchange. The wire keeps no order, so it counts
@@ -31,9 +32,9 @@ struct Mail {
 enum class MailKind : uint32_t { kData, kHasAll };
 constexpr uint32_t kMailKinds = 2;
 
-// Two consecutive exchanges have different mails, as they have different halves.
+// Consecutive exchanges have different mails, as they have different banks.
 struct Mails {
-  Mail of[kMailKinds][2][kMaxRemoteBlocks];
+  Mail of[kMailKinds][kMostBanks][kMaxRemoteBlocks];
 };
 
 // In memory of the rank's own device.
@@ -41,17 +42,17 @@ struct Remote {
   uint64_t ranks = 0;  // bits
   ProxyView proxy = {};
   uint64_t hosts[kMaxRemoteRanks] = {};  // by rank: bits of the ranks on its host
-  // The memory that a remote rank may write here: Mails | half | half. A half has `inboxHalfBytes`.
+  // The memory that a remote rank may write here: Mails | banks. A bank has `inboxBankBytes`.
   unsigned char* inboxes[kMaxRemoteRanks] = {};
   // Memory of the inboxes of each rank on this host, with the same places for all.
   unsigned char* regions[kMaxRemoteRanks] = {};
-  size_t inboxHalfBytes = 0;
+  size_t inboxBankBytes = 0;
   uint64_t inboxAt[kMaxRemoteRanks] = {};  // offset of this rank's inbox in the peer's region
   Mails* outgoing = nullptr;               // one for each rank, in kOwnRegion
   uint64_t outgoingAt = 0;                 // offset
   uint64_t pushed[kMaxRemoteRanks][kMaxRemoteBlocks] = {};  // commands that name the block's word
-  // Commands in a rank's ring when this rank had all data of an exchange, for each half.
-  uint32_t used[2][kMaxRemoteRanks] = {};
+  // Commands in a rank's ring when this rank had all data of an exchange, for each bank.
+  uint32_t used[kMostBanks][kMaxRemoteRanks] = {};
   // Not 0: a command for the rank was refused. It gets no more commands, so no wrong data.
   uint32_t isCutOff[kMaxRemoteRanks] = {};
 };

@@ -5,9 +5,9 @@
 namespace mooncake::kernels {
 
 // An operation in two kernels, so that nothing runs on the device while the data of other ranks
-// come. The first: `write(own, block)` writes the block's part of the data that this rank publishes,
-// and `push(pushes, block)` pushes it to a remote rank. Where the operation before was not received,
-// it fails the group.
+// come. The first: `write(own, block)` writes the block's part of the data that this rank
+// publishes, and `push(pushes, block)` pushes it to a remote rank. Where the operation before was
+// not received, it fails the group.
 template <typename Write, typename Push>
 MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push& push) {
   if (!beginBlock(exchange)) return;
@@ -33,8 +33,8 @@ MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push&
 }
 
 // The second, the group's next kernel. Its operation has one piece, so after a loss it has the same
-// half of the memory as before, where the data stand already, also in inboxes. `begin(turn)` runs on
-// each block that has not stopped. If the group has failed, `entered` counts none of the blocks.
+// bank of the memory as before, where the data stand already, also in inboxes. `begin(turn)` runs
+// on each block that has not stopped. If the group has failed, `entered` counts none of the blocks.
 template <typename Begin, typename Consume, typename Finish>
 MC_DEVICE void receiveAll(const Exchange& exchange, const Begin& begin, const Consume& consume,
                           const Finish& finish) {

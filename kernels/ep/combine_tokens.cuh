@@ -77,7 +77,7 @@ MC_DEVICE size_t roomOf(const GroupState& state, int rank, const TokenCall& call
 // Rows that fit into an inbox. Without remote ranks any number does.
 MC_DEVICE size_t roomThere(const GroupState& state, const TokenCall& call) {
   if (!state.remote.ranks) return SIZE_MAX;
-  return (state.remote.inboxHalfBytes - answerRowsAt()) / call.rowBytes;
+  return (state.remote.inboxBankBytes - answerRowsAt()) / call.rowBytes;
 }
 
 MC_DEVICE void publishAnswers(const CombineTokens& a, unsigned char* own, unsigned block,

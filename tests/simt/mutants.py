@@ -43,6 +43,9 @@ GROUP, COLLECTIVES = "group.cuh", "collectives.cuh"
 COPY, PIECES, SIGNALS = "copy.cuh", "pieces.cuh", "signals.cuh"
 COPY_ROWS = "copy_rows.cuh"
 SPLITS = "all_to_all.cuh"
+STATE = "group_state.h"
+NEXT = """    const Turn next = hasData ? after(turn) : turn;
+    if (published <= next.number && (!hasData || isAhead(exchange, next))) {"""
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 MUTANTS = [
     Mutant(
@@ -81,7 +84,29 @@ MUTANTS = [
         ": loadAcquireSystem(word);",
         ": loadRelaxedSystem(word);",
     ),
-    Mutant("one buffer for two operations", PUBLISH, "(serial & 1) * state.halfBytes", "0"),
+    Mutant(
+        "one bank for all exchanges",
+        PUBLISH,
+        "bankOf(serial, state.banks) * state.bankBytes",
+        "0",
+    ),
+    Mutant(
+        "two banks in place of three", STATE, "serial % 2 : serial % 3", "serial % 2 : serial % 2"
+    ),
+    Mutant(
+        "a piece is published ahead of the data of the one before",
+        EXCHANGE,
+        NEXT,
+        NEXT.replace("hasData ?", "published > turn.number ?").replace(
+            "!hasData ||", "next.number == turn.number ||"
+        ),
+    ),
+    Mutant(
+        "segments are published before they are reduced",
+        PIECES,
+        "turn.number < turn.exchanges &&\n         !gathersSegments(exchange, turn);",
+        "turn.number < turn.exchanges;",
+    ),
     Mutant(
         "no barrier before the signal",
         PUBLISH,
@@ -165,7 +190,7 @@ MUTANTS = [
     Mutant(
         "stopped blocks' later parts are not published",
         PUBLISH,
-        "|| state.progress[block] < exchange;",
+        "|| state.published[block] <= exchange;",
         ";",
     ),
     Mutant(
@@ -225,7 +250,7 @@ MUTANTS = [
         "exchange.pieces",
     ),
     Mutant(
-        "a segment is reduced in the half of the inputs",
+        "a segment is reduced in the bank of the inputs",
         COLLECTIVES,
         "published(state, state.rank, turn.serial + 1)",
         "published(state, state.rank, turn.serial)",

@@ -7,7 +7,7 @@ TWO_KERNELS = "two_kernels.cuh"
 MUTANTS = [
     # Two kernels
     (
-        "the first kernel writes into the wrong half",
+        "the first kernel writes into the wrong bank",
         TWO_KERNELS,
         "write(published(state, state.rank, turn.serial), blockIdx.x);",
         "write(published(state, state.rank, turn.serial + 1), blockIdx.x);",

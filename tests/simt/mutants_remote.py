@@ -92,8 +92,8 @@ MUTANTS = [
         "hosts",
         "a block that goes on alone does not tell that its rank has all data",
         ARRIVAL,
-        "if (blocks.first == 0) signalHasAll",
-        "if (blocks.first == 0 && !blocks.areStopped) signalHasAll",
+        "blocks.first == 0) signalHasAll",
+        "blocks.first == 0 && !blocks.areStopped) signalHasAll",
     ),
     (
         "hosts",
@@ -102,12 +102,12 @@ MUTANTS = [
         "      storeReleaseSystem(&state.signals[peer]->hasAll[state.rank], signal);",
         "      continue;",
     ),
-    # Halves
+    # Banks
     (
         "hosts",
-        "a half is pushed while its commands may be repeated",
+        "a bank is pushed while its commands may be repeated",
         PUBLISH,
-        "awaitRing(state, peer, remote.used[turn.serial & 1][peer], mayStop);",
+        "awaitRing(state, peer, remote.used[bank][peer], mayStop);",
         "1;",
     ),
     (
@@ -119,17 +119,38 @@ MUTANTS = [
     ),
     (
         "hosts",
-        "data go to the wrong half of an inbox",
+        "data go to the wrong bank of an inbox",
         REMOTE,
-        "sizeof(Mails) + half * state.remote.inboxHalfBytes + to",
-        "sizeof(Mails) + (1 - half) * state.remote.inboxHalfBytes + to",
+        "sizeof(Mails) + bank * state.remote.inboxBankBytes + to",
+        "sizeof(Mails) + (2 - bank) * state.remote.inboxBankBytes + to",
     ),
     (
         "hosts",
-        "data come from the wrong half",
+        "data come from the wrong bank",
         REMOTE,
-        "pushCommands(pushes, half * state.halfBytes + from,",
-        "pushCommands(pushes, (1 - half) * state.halfBytes + from,",
+        "pushCommands(pushes, bank * state.bankBytes + from,",
+        "pushCommands(pushes, (2 - bank) * state.bankBytes + from,",
+    ),
+    (
+        "hosts",
+        "a bank is pushed that a rank that is out may read behind the others",
+        "group_state.h",
+        "!= bankOf(last, banks)",
+        "!= bankOf(last + 1, banks)",
+    ),
+    (
+        "hosts",
+        "pieces are not published ahead of what the blocks have ended",
+        PUBLISH,
+        "state.published[block] <= exchange;",
+        "state.progress[block] < exchange;",
+    ),
+    (
+        "hosts",
+        "ranks are told again of an exchange of which they know more",
+        ARRIVAL,
+        "  if (isTold) return;\n",
+        "",
     ),
     # Lost ranks
     (
@@ -143,8 +164,8 @@ MUTANTS = [
         "hosts",
         "data are pushed to ranks that are out",
         PUBLISH,
-        "    if (!has(turn.active & remote.ranks, peer)) continue;\n    // The commands",
-        "    if (!has(remote.ranks, peer)) continue;\n    // The commands",
+        "    if (!has(turn.active & remote.ranks, peer)) continue;\n    // Commands of",
+        "    if (!has(remote.ranks, peer)) continue;\n    // Commands of",
     ),
     (
         "hosts",
@@ -209,7 +230,7 @@ MUTANTS = [
     ),
     (
         "ep",
-        "answers stand in inboxes as in the own half",
+        "answers stand in inboxes as in the own bank",
         COMBINE,
         "expert * a.call.maxTokens + own.begin - rows.begin",
         "expert * a.call.maxTokens + own.begin - before",
@@ -273,7 +294,7 @@ MUTANTS = [
     ),
     (
         "hosts",
-        "a half is pushed that a rank that is out may read",
+        "a bank is pushed that a rank that is out may read",
         GROUP,
         "  host.hadAll = progress.hadAll;\n",
         "",
@@ -287,7 +308,7 @@ MUTANTS = [
     ),
     (
         "ep",
-        "rows that stand in inboxes are redone in the other half",
+        "rows that stand in inboxes are redone in the other bank",
         EXCHANGE,
         "readsOthers ? state.hadAll : 0}",
         "state.hadAll}",

@@ -24,8 +24,8 @@ using kernels::Signals;
 // A rank computes places in other ranks' memory by its own sizes.
 Status agreeOnSizes(Group& group, const PeerArea::Settings& settings, Deadline deadline) {
   // The largest and, as their complements, the smallest of all ranks.
-  uint64_t sizes[] = {settings.halfBytes, ~uint64_t(settings.halfBytes), settings.inboxHalfBytes,
-                      ~uint64_t(settings.inboxHalfBytes)};
+  uint64_t sizes[] = {settings.bankBytes, ~uint64_t(settings.bankBytes), settings.inboxBankBytes,
+                      ~uint64_t(settings.inboxBankBytes)};
   MOONCAKE_TRY(allreduce(group, std::as_writable_bytes(std::span(sizes)),
                          {DType::kUInt64, ReduceKind::kMax}, deadline));
   if (sizes[0] == ~sizes[1] && sizes[2] == ~sizes[3]) return {};
@@ -43,12 +43,12 @@ constexpr size_t kPinnedBytes = std::max({sizeof(HostWords), sizeof(GroupState),
 
 }  // namespace
 
-size_t PeerArea::halfStride() const { return alignedUp(settings_.halfBytes); }
+size_t PeerArea::bankStride() const { return alignedUp(settings_.bankBytes); }
 size_t PeerArea::signalsOffset() const { return outgoingOffset() + parts_.size() * sizeof(Mails); }
 size_t PeerArea::stateOffset() const { return signalsOffset() + alignedUp(sizeof(Signals)); }
 size_t PeerArea::ticketsOffset() const { return stateOffset() + alignedUp(sizeof(GroupState)); }
-size_t PeerArea::inboxHalfStride() const { return alignedUp(settings_.inboxHalfBytes); }
-size_t PeerArea::inboxBytes() const { return sizeof(Mails) + 2 * inboxHalfStride(); }
+size_t PeerArea::inboxBankStride() const { return alignedUp(settings_.inboxBankBytes); }
+size_t PeerArea::inboxBytes() const { return sizeof(Mails) + settings_.banks * inboxBankStride(); }
 
 uint64_t PeerArea::remoteOf(int rank) const {
   return (~uint64_t(0) >> (64 - parts_.size())) & ~hosts_[size_t(rank)];
@@ -69,7 +69,7 @@ Result<std::unique_ptr<PeerArea>> PeerArea::make(Group& group, Accelerator& acce
   auto shared = exchangeAllocations(group, *own, deadline);
   if (!shared.ok()) return shared.error();
   area->hosts_ = std::move(shared->hosts);
-  if (settings.inboxHalfBytes == 0) MOONCAKE_TRY(requireOneHost(group, area->hosts_));
+  if (settings.inboxBankBytes == 0) MOONCAKE_TRY(requireOneHost(group, area->hosts_));
   Status mine = area->mapAll(shared->allocations, area->parts_);
   if (mine.ok()) mine = area->clearMails();
   MOONCAKE_TRY(agreeOnAll(group, mine, deadline));
@@ -199,7 +199,8 @@ Status PeerArea::initialize() {
   state.active = ~uint64_t(0) >> (64 - parts_.size());
   state.patienceNs = uint64_t(settings_.patience.count());
   state.decisionNs = uint64_t(settings_.decision.count());
-  state.halfBytes = halfStride();
+  state.banks = settings_.banks;
+  state.bankBytes = bankStride();
   for (size_t peer = 0; peer < parts_.size(); ++peer) {
     if (parts_[peer].empty()) continue;
     state.data[peer] = reinterpret_cast<unsigned char*>(parts_[peer].data());
@@ -210,7 +211,7 @@ Status PeerArea::initialize() {
     kernels::Remote& remote = state.remote;
     remote.ranks = remoteOf(rank_);
     remote.proxy = proxy_->view();
-    remote.inboxHalfBytes = inboxHalfStride();
+    remote.inboxBankBytes = inboxBankStride();
     remote.outgoing = reinterpret_cast<Mails*>(own + outgoingOffset());
     remote.outgoingAt = outgoingOffset();
     for (int peer = 0; peer < state.ranks; ++peer) {

@@ -24,9 +24,10 @@ namespace mooncake {
 class PeerArea {
  public:
   struct Settings {
-    size_t halfBytes = 0;  // of inputs that are exchanged at once
+    unsigned banks = kernels::kMostBanks;  // see kernels::GroupState
+    size_t bankBytes = 0;                  // of inputs that are exchanged at once
     // Bytes of them that a rank on another host needs. 0: all ranks must be on one host.
-    size_t inboxHalfBytes = 0;
+    size_t inboxBankBytes = 0;
     std::chrono::nanoseconds patience{};  // see kernels::GroupState
     std::chrono::nanoseconds decision{};
   };
@@ -44,13 +45,13 @@ class PeerArea {
 
   kernels::GroupState* state() const { return state_; }  // an address of the device
   kernels::HostWords& words() const { return *words_; }
-  size_t halfBytes() const { return settings_.halfBytes; }
-  size_t inboxHalfBytes() const { return settings_.inboxHalfBytes; }
+  size_t bankBytes() const { return settings_.bankBytes; }
+  size_t inboxBankBytes() const { return settings_.inboxBankBytes; }
   // The way to ranks on other hosts. Null: there are none.
   PeerProxy* proxy() const { return proxy_.get(); }
   // The memory that this rank publishes for the exchange with the serial number, on the device.
-  std::byte* half(uint64_t serial) const {
-    return parts_[size_t(rank_)].data() + (serial & 1) * halfStride();
+  std::byte* bank(uint64_t serial) const {
+    return parts_[size_t(rank_)].data() + kernels::bankOf(serial, settings_.banks) * bankStride();
   }
 
  private:
@@ -58,12 +59,12 @@ class PeerArea {
       : accelerator_(accelerator), stream_(stream), settings_(settings) {}
 
   // Offsets in a part, and sizes.
-  size_t halfStride() const;
-  size_t outgoingOffset() const { return 2 * halfStride(); }
+  size_t bankStride() const;
+  size_t outgoingOffset() const { return settings_.banks * bankStride(); }
   size_t signalsOffset() const;
   size_t stateOffset() const;
   size_t ticketsOffset() const;
-  size_t inboxHalfStride() const;
+  size_t inboxBankStride() const;
   size_t inboxBytes() const;
   // Bits of the ranks on other hosts than `rank`.
   uint64_t remoteOf(int rank) const;

@@ -132,14 +132,14 @@ Result<std::unique_ptr<PeerCollectives>> PeerCollectives::make(
     Result<Accelerator*> accelerator, DeviceStream stream, Settings settings, Deadline deadline) {
   MOONCAKE_TRY(agreeOnTable(*control, settings.table, deadline));
   auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
-                               {.halfBytes = settings.halfBytes + kernels::kSplitBytes,
-                                .inboxHalfBytes = settings.halfBytes + kernels::kSplitBytes,
+                               {.bankBytes = settings.bankBytes + kernels::kSplitBytes,
+                                .inboxBankBytes = settings.bankBytes + kernels::kSplitBytes,
                                 .mostBlocks = PeerTable::kMostBlocks,
                                 .timeout = settings.timeout,
                                 .onLoss = settings.onLoss},
                                deadline);
   if (!queue.ok()) return queue.error();
-  if ((*queue)->spansHosts() && settings.halfBytes > kMostBetweenHosts) {
+  if ((*queue)->spansHosts() && settings.bankBytes > kMostBetweenHosts) {
     return Error{ErrorCode::kUnsupported, "MOONCAKE_PEER_BYTES is larger than " +
                                               std::to_string(kMostBetweenHosts) +
                                               ", and ranks are on several hosts"};
@@ -166,7 +166,7 @@ Result<uint64_t> PeerCollectives::enqueue(KernelId kernel, const Call& call, siz
 // Bytes of each part that an exchange takes.
 size_t PeerCollectives::pieceOf(const Call& call, size_t bytes) const {
   if (!hasPieces(bytes, call.parts)) return bytes;
-  const size_t most = halfBytes() / call.parts;
+  const size_t most = bankBytes() / call.parts;
   const size_t unit = most < kPieceUnit ? kSmallestPiece : kPieceUnit;
   return most / unit * unit;
 }
@@ -276,7 +276,7 @@ Result<uint64_t> PeerCollectives::exchangeSplits(const Call& call, const Tensors
                               .from = {},
                               .outputs = {}};
   kernels::layOutSegments(arguments, splits.sends.data(), unsigned(splits.sends.size()),
-                          queue_->area().halfBytes());
+                          queue_->area().bankBytes());
   const bool isOneInput = tensors.inputs.size() == 1, isOneOutput = tensors.outputs.size() == 1;
   size_t begin = 0;
   for (size_t i = 0; i < splits.sends.size(); ++i) {
@@ -291,7 +291,7 @@ Result<uint64_t> PeerCollectives::exchangeSplits(const Call& call, const Tensors
         static_cast<unsigned char*>(tensors.outputs[isOneOutput ? 0 : i]) + begin;
     begin += isOneOutput ? splits.receives[i] : 0;
   }
-  return enqueue(KernelId::kAllToAll, call, halfBytes(), arguments, deadline);
+  return enqueue(KernelId::kAllToAll, call, bankBytes(), arguments, deadline);
 }
 
 Result<uint64_t> PeerCollectives::alltoall(const Tensors& tensors, const Splits& splits,

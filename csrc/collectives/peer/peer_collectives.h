@@ -30,7 +30,7 @@ namespace mooncake {
 class PeerCollectives {
  public:
   struct Settings {
-    size_t halfBytes = 0;  // of inputs that are exchanged at once
+    size_t bankBytes = 0;  // of inputs that are exchanged at once
     PeerTable table;       // the same on all ranks
     std::chrono::milliseconds timeout{};
     std::function<void(uint64_t active)> onLoss = nullptr;  // see PeerGuard::Functions
@@ -43,9 +43,9 @@ class PeerCollectives {
                                                        Deadline deadline);
 
   // Whether calls with so many parts of inputs go by kernels. The same on all ranks.
-  bool takes(size_t parts) const { return halfBytes() / parts >= kSmallestPiece; }
+  bool takes(size_t parts) const { return bankBytes() / parts >= kSmallestPiece; }
   // Whether a call needs several exchanges. Parts have so many bytes. The same on all ranks.
-  bool hasPieces(size_t bytes, size_t parts) const { return bytes * parts > halfBytes(); }
+  bool hasPieces(size_t bytes, size_t parts) const { return bytes * parts > bankBytes(); }
 
   // Contiguous tensors. Where a call has a part for each rank, they are in one tensor or in one for
   // each rank. A rank that gives or takes nothing has no inputs or no outputs.
@@ -89,7 +89,7 @@ class PeerCollectives {
         misfits_(queue_->group(), queue_->area().words()) {}
 
   // Bytes of an input that are exchanged at once. The memory also has room for a table of splits.
-  size_t halfBytes() const { return queue_->area().halfBytes() - kernels::kSplitBytes; }
+  size_t bankBytes() const { return queue_->area().bankBytes() - kernels::kSplitBytes; }
   size_t pieceOf(const Call& call, size_t bytes) const;
   Call choose(Call call, size_t bytes) const;
   bool isTwoShot(size_t bytes) const;

@@ -45,8 +45,9 @@ Result<std::unique_ptr<PeerExperts>> PeerExperts::make(std::unique_ptr<Group> co
   // A combine sends a rank the rows of its own tokens, and a dispatch takes less.
   const size_t perRank = bytes / size_t(control->size());
   auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
-                               {.halfBytes = bytes + kTableBytes,
-                                .inboxHalfBytes = perRank + kTableBytes,
+                               {.banks = 2,
+                                .bankBytes = bytes + kTableBytes,
+                                .inboxBankBytes = perRank + kTableBytes,
                                 .mostBlocks = kMostBlocks,
                                 .timeout = timeout},
                                deadline);
@@ -98,9 +99,9 @@ Status PeerExperts::check(const Shape& shape, const Caller& caller, size_t bytes
     return refused("experts of a token", caller.topks, kernels::kMostTopk);
   if (shape.experts > kernels::kMostExperts)
     return refused("experts", shape.experts, kernels::kMostExperts);
-  const size_t half = queue_->area().halfBytes();
-  if (bytes > half) return refused("published bytes in this buffer", bytes, half);
-  const size_t inbox = queue_->area().inboxHalfBytes();
+  const size_t bank = queue_->area().bankBytes();
+  if (bytes > bank) return refused("published bytes in this buffer", bytes, bank);
+  const size_t inbox = queue_->area().inboxBankBytes();
   if (queue_->spansHosts() && inboxBytes > inbox)
     return refused("bytes for a rank of another host in this buffer", inboxBytes, inbox);
   return {};
@@ -228,12 +229,12 @@ Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit
                  limit);
 }
 
-// Operations take turns with the two halves, also if ranks are lost meanwhile: an operation that
-// begins anew has the half that it had.
+// Operations take turns with the two banks, also if ranks are lost meanwhile: an operation that
+// begins anew has the bank that it had.
 PeerExperts::NextRows PeerExperts::nextRows(const Shape& shape) const {
   if (queue_->hasGraphs()) return {};
   const uint64_t number = guard().lastCall() + 1;
-  return {.rows = queue_->area().half(number) + kernels::answersAt(shape.mostLocal, ranks()),
+  return {.rows = queue_->area().bank(number) + kernels::answersAt(shape.mostLocal, ranks()),
           .number = number};
 }
 

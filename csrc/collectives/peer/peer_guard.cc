@@ -57,10 +57,11 @@ void ViewFeed::listen(std::function<void()> changed) {
 }
 
 Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& view,
-                                                   kernels::HostWords& words, Functions functions,
+                                                   kernels::HostWords& words, unsigned banks,
+                                                   Functions functions,
                                                    std::chrono::milliseconds timeout) {
   std::unique_ptr<PeerGuard> guard(
-      new PeerGuard(control, view, words, std::move(functions), timeout));
+      new PeerGuard(control, view, words, banks, std::move(functions), timeout));
   auto thread = startThread("mooncake-peers", [guard = guard.get()] { guard->run(); });
   if (!thread.ok()) return thread.error();
   guard->thread_ = std::move(*thread);
@@ -69,11 +70,12 @@ Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& vie
   return guard;
 }
 
-PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Functions functions,
-                     std::chrono::milliseconds timeout)
+PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, unsigned banks,
+                     Functions functions, std::chrono::milliseconds timeout)
     : control_(control),
       view_(view),
       words_(words),
+      banks_(banks),
       functions_(std::move(functions)),
       timeout_(timeout),
       active_(~uint64_t(0) >> (64 - control.size())),
@@ -248,14 +250,16 @@ void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
   failpoint("peers-agreed");
   if (agreed.ok()) agreed = functions_.onLoss(bitsOf(control_.lastView->active));
   lock.lock();
+  if (failure_) return;  // it was refused meanwhile
   if (!agreed.ok()) return refuse(agreed.error());
   active_ = bitsOf(control_.lastView->active);
   epochs_.emplace(active_, control_.lastView->epoch);
-  // The half of this exchange may still be read: by ranks that take the last operation, and in
-  // others' inboxes by ranks that are out and run. So the next exchange has the other half.
+  // The bank of this exchange may still be read: by ranks that take the last operation, and in
+  // others' inboxes by ranks that are out and run. Of three banks, those ranks may also read the
+  // one before it (kernels/exchange.cuh). So the next exchange has the bank after it.
   const uint64_t last = most.hadAll ? most.hadAll : most.ended;
   std::atomic_ref(words_.serial)
-      .store(most.taken + ((most.taken ^ last) & 1), std::memory_order_relaxed);
+      .store(kernels::serialAfterLoss(most.taken, last, banks_), std::memory_order_relaxed);
   decide(own < most.done ? Decision::kTake : Decision::kGoOn);
 }
 

@@ -35,9 +35,9 @@ class ViewFeed {
 };
 
 // Decides for kernels that miss a rank. When ranks are lost, the guards of the survivors stop their
-// kernels and agree, by an operation of `control`, on the last operation that any of them has ended:
-// that one is ended with all its ranks everywhere, and later ones go on without the lost ranks. An
-// operation that exceeds its timeout ends the group. Thread-safe.
+// kernels and agree, by an operation of `control`, on the last operation that any of them has
+// ended: that one is ended with all its ranks everywhere, and later ones go on without the lost
+// ranks. An operation that exceeds its timeout ends the group. Thread-safe.
 class PeerGuard {
  public:
   struct Functions {
@@ -50,17 +50,21 @@ class PeerGuard {
     std::function<Status(uint64_t active)> onLoss;
   };
 
-  // `control` is used by the guard alone, and `view` is its view. All outlive the guard.
+  // `control` is used by the guard alone, and `view` is its view. All outlive the guard. `banks`:
+  // see kernels::GroupState.
   static Result<std::unique_ptr<PeerGuard>> make(Group& control, ViewFeed& view,
-                                                 kernels::HostWords& words, Functions functions,
+                                                 kernels::HostWords& words, unsigned banks,
+                                                 Functions functions,
                                                  std::chrono::milliseconds timeout);
-  // Ends the thread. Kernels that still wait for a decision get a refusal, and so do all later ones.
+  // Ends the thread. Kernels that still wait for a decision get a refusal, and so do all later
+  // ones.
   ~PeerGuard();
 
   // From here on the guard uses the control group. Before, its maker does.
   void arm();
-  // A call is about to enqueue its operation. Returns the call's number, or the error that has ended
-  // the group. Operations that graphs replay have none: the guard learns of them when they wait.
+  // A call is about to enqueue its operation. Returns the call's number, or the error that has
+  // ended the group. Operations that graphs replay have none: the guard learns of them when they
+  // wait.
   Result<uint64_t> begin(std::string name, Deadline deadline);
   // Sets the deadline of a call that begin() was given none for.
   void limit(uint64_t call, Deadline deadline);
@@ -92,8 +96,8 @@ class PeerGuard {
     Deadline deadline = Deadline::at(Clock::time_point::max());
   };
 
-  PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, Functions functions,
-            std::chrono::milliseconds timeout);
+  PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, unsigned banks,
+            Functions functions, std::chrono::milliseconds timeout);
 
   void run();
   // All with the lock; those that take it give it back while they wait.
@@ -113,6 +117,7 @@ class PeerGuard {
   Group& control_;
   ViewFeed& view_;
   kernels::HostWords& words_;
+  const unsigned banks_;
   const Functions functions_;
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;  // guards the fields below

@@ -39,8 +39,9 @@ Result<std::unique_ptr<PeerQueue>> PeerQueue::make(std::unique_ptr<Group> contro
   // The host decides within the timeout, unless it is out of order.
   const auto decision = settings.timeout + kGrace;
   auto area = PeerArea::make(*made->control_, **accelerator, stream,
-                             {.halfBytes = settings.halfBytes,
-                              .inboxHalfBytes = settings.inboxHalfBytes,
+                             {.banks = settings.banks,
+                              .bankBytes = settings.bankBytes,
+                              .inboxBankBytes = settings.inboxBankBytes,
                               .patience = kPatience,
                               .decision = decision},
                              deadline);
@@ -61,7 +62,7 @@ Status PeerQueue::start(const Settings& settings) {
   if (!room.ok()) return room.error();
   mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(settings.mostBlocks)));
   auto guard = PeerGuard::make(
-      *control_, *view_, area_->words(),
+      *control_, *view_, area_->words(), settings.banks,
       {.acknowledge = [this] { return acknowledge(); },
        .endsOf = [proxy = area_->proxy()](
                      uint64_t ranks) { return proxy ? proxy->endsOf(ranks) : std::string(); },

@@ -26,9 +26,10 @@ class PeerQueue {
   static constexpr unsigned kMostThreads = 512;  // of a block: the bound in kernels/entries.cuh
 
   struct Settings {
-    size_t halfBytes = 0;  // of data that a rank publishes for one exchange
+    unsigned banks = kernels::kMostBanks;  // see kernels::GroupState
+    size_t bankBytes = 0;                  // of data that a rank publishes for one exchange
     // Most bytes of them that a rank on another host needs. 0: all ranks must be on one host.
-    size_t inboxHalfBytes = 0;
+    size_t inboxBankBytes = 0;
     unsigned mostBlocks = 1;  // of a kernel, and so multiprocessors that it takes
     std::chrono::milliseconds timeout{};
     // See PeerGuard::Functions. Null: none.

@@ -38,8 +38,9 @@ Result<std::unique_ptr<PeerTokens>> PeerTokens::make(std::unique_ptr<Group> cont
   // A combine sends a rank the rows of its own tokens.
   const size_t perRank = bytes / size_t(control->size());
   auto queue = PeerQueue::make(std::move(control), std::move(view), std::move(accelerator), stream,
-                               {.halfBytes = bytes,
-                                .inboxHalfBytes = perRank + kFactBytes,
+                               {.banks = 2,
+                                .bankBytes = bytes,
+                                .inboxBankBytes = perRank + kFactBytes,
                                 .mostBlocks = kMostBlocks,
                                 .timeout = timeout},
                                deadline);
@@ -48,7 +49,7 @@ Result<std::unique_ptr<PeerTokens>> PeerTokens::make(std::unique_ptr<Group> cont
 }
 
 size_t PeerTokens::inboxBytes() const {
-  return queue_->spansHosts() ? queue_->area().inboxHalfBytes() : SIZE_MAX;
+  return queue_->spansHosts() ? queue_->area().inboxBankBytes() : SIZE_MAX;
 }
 
 size_t PeerTokens::roomIn(size_t bytes, size_t fixed, size_t each) {
@@ -58,7 +59,7 @@ size_t PeerTokens::roomIn(size_t bytes, size_t fixed, size_t each) {
 // Evenly cut pieces of `most` tokens or fewer.
 Result<PeerTokens::Pieces> PeerTokens::piecesOf(const Shape& shape, size_t most,
                                                 const char* what) const {
-  if (most == 0) return tooSmall(std::min(queue_->area().halfBytes(), inboxBytes()), what);
+  if (most == 0) return tooSmall(std::min(queue_->area().bankBytes(), inboxBytes()), what);
   const size_t count = std::max<size_t>(ceilDiv(*shape.mostTokens, most), 1);
   return Pieces{unsigned(count), std::max<size_t>(ceilDiv(*shape.mostTokens, count), 1)};
 }
@@ -66,7 +67,7 @@ Result<PeerTokens::Pieces> PeerTokens::piecesOf(const Shape& shape, size_t most,
 Result<PeerTokens::Pieces> PeerTokens::piecesOfDispatch(const Shape& shape, size_t rowBytes,
                                                         size_t tokens) const {
   // All of them may go to one inbox.
-  const size_t bytes = std::min(queue_->area().halfBytes(), inboxBytes());
+  const size_t bytes = std::min(queue_->area().bankBytes(), inboxBytes());
   const size_t fixed = kernels::tokenRowsAt(0, 0) + kernels::kLine;
   const size_t most = roomIn(bytes, fixed, shape.width * sizeof(kernels::Choice) + rowBytes);
   if (shape.mostTokens) return piecesOf(shape, most, "one token");
@@ -78,14 +79,14 @@ Result<PeerTokens::Pieces> PeerTokens::piecesOfDispatch(const Shape& shape, size
 }
 
 Result<PeerTokens::Pieces> PeerTokens::piecesOfCombine(const Shape& shape, size_t rowBytes) const {
-  const size_t half = queue_->area().halfBytes(), fixed = kernels::answerRowsAt();
-  const size_t most = roomIn(half, fixed, rowBytes);
+  const size_t bank = queue_->area().bankBytes(), fixed = kernels::answerRowsAt();
+  const size_t most = roomIn(bank, fixed, rowBytes);
   // Of one rank's tokens, which go back to its inbox.
   const size_t mostThere = roomIn(inboxBytes(), fixed, rowBytes);
   if (shape.mostRows <= most && shape.mostTokens.value_or(0) <= mostThere)
     return Pieces{1, std::numeric_limits<size_t>::max()};
   if (!shape.mostTokens) {
-    return tooSmall(half, std::to_string(shape.mostRows) +
+    return tooSmall(bank, std::to_string(shape.mostRows) +
                               " rows, which come back at once with num_worst_tokens");
   }
   return piecesOf(shape, std::min(most / size_t(queue_->group().size()), mostThere),

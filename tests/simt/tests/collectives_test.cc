@@ -111,7 +111,7 @@ TEST(Collectives, MoveNoMoreBytesThanTheyMust) {
   }
   for (const auto& [verb, pieces] : shapes) {
     World world({.seed = 3});
-    VirtualGroup group(world, {.ranks = kRanks, .blocks = kBlocks, .halfBytes = kBytes * kRanks});
+    VirtualGroup group(world, {.ranks = kRanks, .blocks = kBlocks, .bankBytes = kBytes * kRanks});
     Case with(1, kRanks);
     with.count = kCount;
     with.shift = 0;

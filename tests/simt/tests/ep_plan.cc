@@ -97,7 +97,7 @@ void EpPlan::drawChoices(EpInputs& inputs) {
   }
 }
 
-size_t EpPlan::halfBytes(bool ofInbox) const {
+size_t EpPlan::bankBytes(bool ofInbox) const {
   size_t most = 0;
   for (const EpRound& round : rounds) {
     for (const EpInputs& inputs : round.of) {

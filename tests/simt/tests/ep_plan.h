@@ -20,7 +20,7 @@ struct EpPlan {
   unsigned draw(unsigned below) { return unsigned(random() % below); }
   bool drawOneIn(unsigned count) { return draw(count) == 0; }
   // The published memory that the operations need, and that of a rank in the inbox of a remote one.
-  size_t halfBytes(bool ofInbox = false) const;
+  size_t bankBytes(bool ofInbox = false) const;
 
   std::mt19937_64 random;
   EpShape shape;

@@ -103,7 +103,7 @@ unsigned char* EpProgram::answersOf(const EpRound& round, int rank) {
     return reinterpret_cast<unsigned char*>(tensors(round, rank).answers.data() + plan_.shift);
   const GroupState& state = group_.state(rank);
   const uint64_t combine = dispatchNumber(round) + 1;
-  return state.data[rank] + (combine & 1) * state.halfBytes +
+  return state.data[rank] + (combine & 1) * state.bankBytes +
          answersAt(shape_.mostLocal(), size_t(shape_.ranks));
 }
 

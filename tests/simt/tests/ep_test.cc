@@ -27,10 +27,11 @@ GroupShape shapeOf(const EpPlan& plan, bool ofGraphs = false, const std::vector<
   return {.ranks = plan.shape.ranks,
           .blocks = plan.blocks,
           .threads = plan.threads,
-          .halfBytes = plan.halfBytes(),
+          .banks = 2,
+          .bankBytes = plan.bankBytes(),
           .ofGraphs = ofGraphs,
           .hostOf = hosts,
-          .inboxHalfBytes = plan.halfBytes(/*ofInbox=*/true)};
+          .inboxBankBytes = plan.bankBytes(/*ofInbox=*/true)};
 }
 
 struct Swept {

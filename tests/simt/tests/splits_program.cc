@@ -18,7 +18,7 @@ SplitCase::SplitCase(uint64_t seed, int ranks, bool hasMisfits)
     : ranks(ranks), random(seed * 91 + 7) {
   blocks = 1 + draw(3);
   threads = 32u << draw(2);
-  halfBytes = kTableBytes + kSegmentUnit * (size_t(ranks) + 1 + draw(100));
+  bankBytes = kTableBytes + kSegmentUnit * (size_t(ranks) + 1 + draw(100));
   shift = draw(2) ? draw(40) : 0;
   gap = draw(2) ? draw(5) : 0;
   const unsigned largest = 1 + draw(800);
@@ -73,7 +73,7 @@ void SplitProgram::call(uint32_t number, int rank) {
   AllToAllArguments& arguments = mine.arguments;
   arguments.exchange.call = 1 + round.isShared;
   arguments.exchange.root = -1;
-  layOutSegments(arguments, sent.data(), segments, case_.halfBytes);
+  layOutSegments(arguments, sent.data(), segments, case_.bankBytes);
   for (unsigned to = 0; to < segments; ++to)
     arguments.exchange.inputs[to] = mine.input.data() + inputs[to];
   for (int from = 0; from < case_.ranks; ++from) {

@@ -28,7 +28,7 @@ struct SplitCase {
   int ranks;
   uint64_t random;
   unsigned blocks, threads;
-  size_t halfBytes;
+  size_t bankBytes;
   size_t shift, gap;  // bytes before the first segment of a tensor, and between two
   std::vector<Round> rounds;
 };

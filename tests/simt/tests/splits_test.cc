@@ -46,7 +46,7 @@ Swept sweep(int ranks, uint64_t seeds, Kind kind, Disturb disturb) {
     VirtualGroup group(world, {.ranks = ranks,
                                .blocks = drawn.blocks,
                                .threads = drawn.threads,
-                               .halfBytes = drawn.halfBytes,
+                               .bankBytes = drawn.bankBytes,
                                .ended = kEnded[seed % std::size(kEnded)],
                                .ofGraphs = kind.ofGraphs,
                                .hostOf = kind.hosts,
@@ -134,13 +134,13 @@ TEST(AllToAllHosts, AnInputForAllCrossesOnce) {
   constexpr size_t kBytes = 4096;
   SplitCase with(3, kRanks, false);
   with.blocks = 2;
-  with.halfBytes = kBytes + kSplitBytes;
+  with.bankBytes = kBytes + kSplitBytes;
   with.rounds.assign(1, {true, {}, {}});
   with.rounds[0].sent.assign(kRanks, std::vector<size_t>(kRanks, kBytes));
   with.rounds[0].expected = with.rounds[0].sent;
   World world({.seed = 3});
   VirtualGroup group(
-      world, {.ranks = kRanks, .blocks = 2, .halfBytes = with.halfBytes, .hostOf = {0, 1, 1}});
+      world, {.ranks = kRanks, .blocks = 2, .bankBytes = with.bankBytes, .hostOf = {0, 1, 1}});
   SplitProgram program(world, group, with);
   group.start();
   const Report report = world.run();
@@ -168,7 +168,7 @@ TEST(AllToAll, AReplayWithSplitsThatDoNotFitFailsTheGroup) {
     World world({.seed = seed});
     VirtualGroup group(
         world,
-        {.ranks = 3, .blocks = drawn.blocks, .halfBytes = drawn.halfBytes, .ofGraphs = true});
+        {.ranks = 3, .blocks = drawn.blocks, .bankBytes = drawn.bankBytes, .ofGraphs = true});
     SplitProgram program(world, group, drawn);
     group.start();
     const Report report = world.run();
@@ -190,7 +190,7 @@ TEST(AllToAll, TooManyMisfitsFailTheGroup) {
     round.expected = {{1, 3}, {2, 4}};
   }
   World world({.seed = 1});
-  VirtualGroup group(world, {.blocks = drawn.blocks, .halfBytes = drawn.halfBytes});
+  VirtualGroup group(world, {.blocks = drawn.blocks, .bankBytes = drawn.bankBytes});
   SplitProgram program(world, group, drawn);
   group.start();
   const Report report = world.run();
@@ -210,15 +210,15 @@ TEST(AllToAll, TooManyMisfitsFailTheGroup) {
 TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
   for (uint64_t seed = 1; seed <= kSeeds / 2; ++seed) {
     World world({.seed = seed});
-    constexpr size_t kHalf = kTableBytes + 512, kBytes = 100;
-    VirtualGroup group(world, {.halfBytes = kHalf});
+    constexpr size_t kBank = kTableBytes + 512, kBytes = 100;
+    VirtualGroup group(world, {.bankBytes = kBank});
     std::vector<unsigned char> outputs[2], input(2 * kBytes, 1);
     for (int rank = 0; rank < 2; ++rank) {
-      outputs[rank].assign(3 * kBytes, kHalf % 251);
+      outputs[rank].assign(3 * kBytes, kBank % 251);
       AllToAllArguments arguments{};
       arguments.exchange.root = -1;
       const size_t sizes[] = {kBytes / 2, kBytes / 2};
-      layOutSegments(arguments, sizes, 2, kHalf);
+      layOutSegments(arguments, sizes, 2, kBank);
       for (int peer = 0; peer < 2; ++peer) {
         arguments.exchange.inputs[peer] = input.data();
         arguments.from[peer] = kBytes / 2;
@@ -229,7 +229,7 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
             AllToAllArguments completed = arguments;
             completed.exchange = made;
             if (rank == 1) {  // it publishes other places than those of its data
-              const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15, kHalf - kTableBytes - 8,
+              const uint64_t wrong[] = {~uint64_t(0), ~uint64_t(0) - 15, kBank - kTableBytes - 8,
                                         1u << 20};
               runExchange(
                   completed.exchange, 0,
@@ -259,8 +259,8 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
     const Report report = world.run();
     ASSERT_TRUE(report.ok) << report.problem;
     for (size_t i = 0; i < kBytes; ++i) {
-      ASSERT_EQ(outputs[0][i], kHalf % 251);
-      ASSERT_EQ(outputs[0][2 * kBytes + i], kHalf % 251);
+      ASSERT_EQ(outputs[0][i], kBank % 251);
+      ASSERT_EQ(outputs[0][2 * kBytes + i], kBank % 251);
     }
   }
 }
@@ -274,7 +274,7 @@ TEST(AllToAll, MovesNoMoreBytesThanItMust) {
     SplitCase with(3, kRanks, false);
     with.blocks = 2;
     with.shift = with.gap = 0;
-    with.halfBytes = room + kSplitBytes;
+    with.bankBytes = room + kSplitBytes;
     with.rounds.resize(1);
     size_t sent[kRanks] = {}, received[kRanks] = {};
     with.rounds[0] = {false, {}, {}};
@@ -289,7 +289,7 @@ TEST(AllToAll, MovesNoMoreBytesThanItMust) {
     with.rounds[0].expected = with.rounds[0].sent;
     World world({.seed = 3});
     VirtualGroup group(world,
-                       {.ranks = kRanks, .blocks = with.blocks, .halfBytes = with.halfBytes});
+                       {.ranks = kRanks, .blocks = with.blocks, .bankBytes = with.bankBytes});
     SplitProgram program(world, group, with);
     group.start();
     const Report report = world.run();

@@ -127,7 +127,7 @@ TokenMask TokenPlan::drawMask() {
   return drawn;
 }
 
-size_t TokenPlan::halfBytes(const TokenRound& round, bool ofInbox) const {
+size_t TokenPlan::bankBytes(const TokenRound& round, bool ofInbox) const {
   const TokenRound& dispatch = dispatchOf(round);
   const size_t rowBytes = answerRowBytes(hidden, round.weightCount);
   size_t most = 0;
@@ -150,9 +150,9 @@ size_t TokenPlan::halfBytes(const TokenRound& round, bool ofInbox) const {
   return most;
 }
 
-size_t TokenPlan::halfBytes(bool ofInbox) const {
+size_t TokenPlan::bankBytes(bool ofInbox) const {
   size_t most = 0;
-  for (const TokenRound& round : rounds) most = std::max(most, halfBytes(round, ofInbox));
+  for (const TokenRound& round : rounds) most = std::max(most, bankBytes(round, ofInbox));
   return toLine(most);
 }
 

@@ -56,8 +56,8 @@ struct TokenPlan {
   bool drawOneIn(unsigned count) { return draw(count) == 0; }
   const TokenRound& dispatchOf(const TokenRound& round) const { return rounds[round.handle]; }
   // The published memory that an operation needs, and all of them; and an inbox.
-  size_t halfBytes(const TokenRound& round, bool ofInbox = false) const;
-  size_t halfBytes(bool ofInbox = false) const;
+  size_t bankBytes(const TokenRound& round, bool ofInbox = false) const;
+  size_t bankBytes(bool ofInbox = false) const;
 
   std::mt19937_64 random;
   int ranks;

@@ -28,10 +28,11 @@ GroupShape shapeOf(const TokenPlan& plan, bool ofGraphs = false,
   return {.ranks = plan.ranks,
           .blocks = plan.blocks,
           .threads = plan.threads,
-          .halfBytes = plan.halfBytes(),
+          .banks = 2,
+          .bankBytes = plan.bankBytes(),
           .ofGraphs = ofGraphs,
           .hostOf = hosts,
-          .inboxHalfBytes = plan.halfBytes(/*ofInbox=*/true)};
+          .inboxBankBytes = plan.bankBytes(/*ofInbox=*/true)};
 }
 
 struct Swept {
@@ -241,8 +242,8 @@ TEST(Tokens, ACombineOfMoreRowsThanFit) {
     dispatch.capacity.assign(3, 0);
     dispatch.capacity[wrong] = 9;
     GroupShape shape = shapeOf(plan, /*ofGraphs=*/seed % 2);
-    shape.halfBytes = plan.halfBytes(combine) - answerRowBytes(plan.hidden, 0);
-    ASSERT_GE(shape.halfBytes, plan.halfBytes(dispatch));
+    shape.bankBytes = plan.bankBytes(combine) - answerRowBytes(plan.hidden, 0);
+    ASSERT_GE(shape.bankBytes, plan.bankBytes(dispatch));
     failAll(plan, shape, seed, Failure::kNoPlace, int(wrong), 1);
   }
 }
@@ -264,7 +265,7 @@ TEST(TokenHosts, ACombineOfMoreRowsThanAnInboxHas) {
     plan.rounds[1].step = 6 / plan.rounds[1].pieces;
     GroupShape shape = shapeOf(plan, /*ofGraphs=*/seed % 2, {0, 1, 2});
     shape.seed = seed;
-    shape.inboxHalfBytes = answerRowsAt() + 2 * answerRowBytes(plan.hidden, 0);
+    shape.inboxBankBytes = answerRowsAt() + 2 * answerRowBytes(plan.hidden, 0);
     failAll(plan, shape, seed, Failure::kNoPlace, int(wrong), 1);
   }
 }
@@ -315,7 +316,7 @@ TEST(Tokens, RowsOfAnotherDispatch) {
       const int wrong = int(seed % 3);
       plan.rounds[2].otherHandle = {wrong, 0};
       GroupShape shape = shapeOf(plan, /*ofGraphs=*/seed % 2);
-      shape.halfBytes *= 2;  // the other dispatch may have more rows in a piece
+      shape.bankBytes *= 2;  // the other dispatch may have more rows in a piece
       failAll(plan, shape, seed, Failure::kOtherDispatch, wrong, 2);
     }
   }

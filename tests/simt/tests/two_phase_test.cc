@@ -27,7 +27,8 @@ void sendTwice(bool ofGraphs, std::vector<int> hosts = {}) {
   const unsigned races = simt::racesReported();
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     simt::World world({.seed = seed});
-    VirtualGroup group(world, {.ranks = 3, .ofGraphs = ofGraphs, .hostOf = hosts, .seed = seed});
+    VirtualGroup group(
+        world, {.ranks = 3, .banks = 2, .ofGraphs = ofGraphs, .hostOf = hosts, .seed = seed});
     Exchange exchange{};
     exchange.call = 1;
     exchange.root = -1;

@@ -17,7 +17,7 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
   for (int rank = 0; rank < shape.ranks; ++rank) {
     memory_.push_back(std::make_unique<Memory>());
     const size_t mails = shape.hostOf.empty() ? 0 : 64 + size_t(shape.ranks) * sizeof(Mails);
-    memory_.back()->data.assign(2 * shape.halfBytes + mails, 0xee);
+    memory_.back()->data.assign(shape.banks * shape.bankBytes + mails, 0xee);
   }
   for (int rank = 0; rank < shape.ranks; ++rank) {
     Memory& own = *memory_[size_t(rank)];
@@ -26,7 +26,8 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     own.state.active = (uint64_t(1) << shape.ranks) - 1;
     own.state.patienceNs = shape.patienceNs;
     own.state.decisionNs = shape.decisionNs;
-    own.state.halfBytes = shape.halfBytes;
+    own.state.banks = shape.banks;
+    own.state.bankBytes = shape.bankBytes;
     own.state.host = &own.host;
     own.state.done = own.host.done = shape.ended;
     own.state.serial = shape.ended;
@@ -46,9 +47,9 @@ VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
 // As PeerArea does.
 void VirtualGroup::makeRemote() {
   const auto ranks = size_t(shape_.ranks);
-  const size_t outgoingAt = (2 * shape_.halfBytes + 63) / 64 * 64;
-  const size_t halfBytes = shape_.inboxHalfBytes ? shape_.inboxHalfBytes : shape_.halfBytes;
-  const size_t inboxBytes = (sizeof(Mails) + 2 * halfBytes + 127) / 128 * 128;
+  const size_t outgoingAt = (shape_.banks * shape_.bankBytes + 63) / 64 * 64;
+  const size_t bankBytes = shape_.inboxBankBytes ? shape_.inboxBankBytes : shape_.bankBytes;
+  const size_t inboxBytes = (sizeof(Mails) + shape_.banks * bankBytes + 127) / 128 * 128;
   for (const auto& memory : memory_) memory->inbox.assign(ranks * inboxBytes, 0xee);
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     Memory& own = *memory_[size_t(rank)];
@@ -57,7 +58,7 @@ void VirtualGroup::makeRemote() {
     std::vector<size_t> mails;
     Remote& remote = own.state.remote;
     remote.proxy = own.proxy->view();
-    remote.inboxHalfBytes = halfBytes;
+    remote.inboxBankBytes = bankBytes;
     remote.outgoingAt = outgoingAt;
     remote.outgoing = reinterpret_cast<Mails*>(own.data.data() + outgoingAt);
     std::fill_n(remote.outgoing, ranks, Mails{});
@@ -226,7 +227,8 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
     hadAll = std::max(hadAll, host.hadAll);
   }
   // As PeerGuard does.
-  agreement.serial += (agreement.serial ^ (hadAll ? hadAll : agreement.ended)) & 1;
+  agreement.serial =
+      serialAfterLoss(agreement.serial, hadAll ? hadAll : agreement.ended, shape_.banks);
   {
     const simt::sanitizers::Ignored ignored;
     if (agreements_.size() < generation) agreements_.push_back(agreement);

@@ -26,7 +26,8 @@ struct GroupShape {
   int ranks = 2;
   unsigned blocks = 2;
   unsigned threads = 64;
-  size_t halfBytes = 4096;
+  unsigned banks = kMostBanks;
+  size_t bankBytes = 4096;
   Hosts hosts = Hosts::kDecide;
   uint64_t patienceNs = 2'000'000;
   uint64_t decisionNs = 400'000'000;
@@ -34,9 +35,9 @@ struct GroupShape {
   // Graphs launch the operations, on another stream than that on which hosts stop the kernels.
   bool ofGraphs = false;
   // The host of each rank. Empty: all are on one. Ranks on several have proxies, which the seed
-  // drives, and halves of so many bytes in inboxes. 0: as large as the others.
+  // drives, and banks of so many bytes in inboxes. 0: as large as the others.
   std::vector<int> hostOf = {};
-  size_t inboxHalfBytes = 0;
+  size_t inboxBankBytes = 0;
   uint64_t seed = 1;
 };
 
@@ -78,6 +79,10 @@ class VirtualGroup {
   VirtualProxy::Bytes pushed(int rank, int peer) const {
     return memory_[size_t(rank)]->proxy->bytesTo(peer);
   }
+  // Commands of a rank to a remote one that have completed.
+  uint32_t completed(int rank, int peer) const {
+    return loadAcquireSystem(&state(rank).remote.proxy.counts[peer].completed);
+  }
   bool isOfGraphs() const { return shape_.ofGraphs; }
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
   bool isEvicted(int rank) const { return evicted_ >> rank & 1; }
@@ -90,7 +95,7 @@ class VirtualGroup {
     GroupState state;
     HostWords host;
     Signals signals{};
-    std::vector<unsigned char> data;  // two halves, and the mails for remote ranks
+    std::vector<unsigned char> data;  // banks, and the mails for remote ranks
     std::vector<unsigned char> inbox;
     std::unique_ptr<VirtualProxy> proxy;
     uint32_t called = 0;
