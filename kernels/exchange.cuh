@@ -45,8 +45,7 @@
 // misses, and waits for a decision with a deadline of its own. All blocks but one end, and that one
 // goes on alone. If ranks are lost, all exchanges of the operation are redone, because all need the
 // same ranks; or another rank has ended it, and then this one lacks the last exchange only. It has
-// told that it has all data of that one, and what it still waited for before has come ahead of
-// them.
+// told that it has all data of that one, and the data of earlier exchanges have come ahead of them.
 namespace mooncake::kernels {
 
 // Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.

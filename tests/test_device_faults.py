@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.ci, devices_fake]
 
 # These enqueue work, copy, free, or wait for kernels. No other thread of ours may call a device.
 MAY_CALL = {"mooncake-async", "mooncake-msg", "mooncake-done", "mooncake-then", "mooncake-peers"}
-# One of these calls it in each round, so what they call is seen.
+# One of these calls it in each round, so such calls are seen.
 CALLS_ALWAYS = {
     "words": {"mooncake-async", "mooncake-done"},
     "host": {"mooncake-async", "mooncake-done"},

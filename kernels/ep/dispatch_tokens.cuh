@@ -46,7 +46,7 @@ MC_DEVICE void publishTokens(const DispatchTokens& a, unsigned char* own, const 
 }
 
 // Pushes the facts, the block's choices and its rows for the ranks of a remote host, if the remote
-// rank receives what this one has for that host. One warp.
+// rank receives this one's data for that host. One warp.
 MC_DEVICE void pushTokens(const DispatchTokens& a, Pushes& pushes, const Turn& turn,
                           unsigned block) {
   const TokenCall& call = a.call;

