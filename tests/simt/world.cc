@@ -354,6 +354,7 @@ void World::Impl::yield() {
   Thread* next = nullptr;
   {
     const sanitizers::Ignored ignored;
+    if (!stopped_.empty()) resume();
     if (!ended_.empty() || !mayRun()) {
       next = nullptr;
     } else {

@@ -357,6 +357,26 @@ TEST(Emulator, AStoppedRankGoesOn) {
   }));
 }
 
+// Time passes also while a thread never rests.
+TEST(Emulator, AStoppedRankGoesOnBesideABusyOne) {
+  expectClean(sweep([](World& world, uint64_t) {
+    auto words = std::make_shared<std::vector<uint32_t>>(2);
+    auto hasCome = std::make_shared<bool>(false);
+    world.launch(0, 0, "busy", {1}, {1}, 0, [words, hasCome] {
+      for (uint32_t i = 1; i < 10'000 && !*hasCome; ++i) {
+        storeRelaxedSystem(&(*words)[0], i);
+        *hasCome = loadAcquireSystem(&(*words)[1]) != 0;
+      }
+    });
+    world.launch(1, 0, "late", {1}, {1}, 0, [words] {
+      loadRelaxedSystem(&(*words)[0]);
+      storeReleaseSystem(&(*words)[1], 1);
+    });
+    world.stop(1, 1, 1'000);
+    return [hasCome] { return *hasCome; };
+  }));
+}
+
 TEST(Emulator, BlocksWaitForRoomOnTheDevice) {
   World world({.seed = 3, .residentBlocks = 2, .hangNs = 1'000'000});
   auto arrived = std::make_shared<uint32_t>(0);
