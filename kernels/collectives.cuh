@@ -141,18 +141,26 @@ MC_DEVICE void moveAll(const MoveArguments& a) {
   });
 }
 
-// Stops the group's kernels between two operations if none waits, so that the host's decision
-// takes effect there. It runs after the kernels of all calls. Kernels of graphs run on other
-// streams: it waits for one that has begun, and others wait for it. One thread.
+// Holds up blocks that begin, unless one has begun. Changes nothing while blocks run.
+MC_DEVICE bool hold(GroupState& state) {
+  if (loadAcquireDevice(&state.entered) != 0) return false;
+  if (addAcqRelDevice(&state.entered, kHeld) == 0) return true;
+  addAcqRelDevice(&state.entered, kHeld);  // adding it again takes it away
+  return false;
+}
+
+// Stops the group's kernels between two operations if none waits, so that the host's decision takes
+// effect there. Some of them run on other streams: it waits for one that has begun, and others wait
+// for it. It runs after all kernels that do not (Exchange::isHeld). One thread.
 MC_DEVICE void acknowledge(GroupState& state) {
   const uint64_t deadline = now() + state.decisionNs;
-  while (addAcqRelDevice(&state.entered, kHeld) != 0) {
-    addAcqRelDevice(&state.entered, kHeld);  // adding it again takes it away
+  while (!hold(state)) {
     if (now() > deadline) return;
     relax();
   }
   if (!state.failed && loadRelaxedSystem(&state.host->stop) != state.generation)
-    awaitDecision(state, 0, {state.serial, state.hadAll}, false, now() + state.decisionNs);
+    awaitDecision(state, 0, {state.done, state.serial, state.hadAll}, false,
+                  now() + state.decisionNs);
   addAcqRelDevice(&state.entered, kHeld);
 }
 

@@ -36,7 +36,9 @@ struct Exchange {
   // go to the outputs at once.
   unsigned char* scratch;
   unsigned char* output;
-  bool isOfGraph;  // replays launch the kernel, and the host does not see them
+  bool isOfGraph;   // replays launch the kernel, and the host does not see them
+  bool isHeld;      // the host may stop the group ahead of this operation, from another stream
+  uint64_t skipNs;  // the host hears if ranks are so late, and may skip them; 0: it does not
 };
 
 // result[i] = input of rank 0 [i] op that of rank 1 ..., for `bytes` at `offset` of the published

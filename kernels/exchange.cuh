@@ -46,6 +46,11 @@
 // goes on alone. If ranks are lost, all exchanges of the operation are redone, because all need the
 // same ranks; or another rank has ended it, and then this one lacks the last exchange only. It has
 // told that it has all data of that one, and the data of earlier exchanges have come ahead of them.
+//
+// Where late ranks may be skipped (Exchange::skipNs), an operation has one exchange and two banks.
+// The hosts of all ranks stop their kernels, and find those that have not begun the operation: the
+// others do it without them. The kernel of a skipped rank ends at once when it comes. So no rank is
+// more than one operation ahead of those that it waits for, and the banks are used as above.
 namespace mooncake::kernels {
 
 // Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.
@@ -55,7 +60,7 @@ MC_DEVICE Decision decide(const Exchange& exchange, const BlockState& shared, co
   if (shared.mismatched < 0) {
     // Rows of experts are not pushed again, so they stay in their bank.
     const bool readsOthers = exchange.isTwoShot || exchange.readers == Readers::kAll;
-    const Progress progress{lastSerial(turn), readsOthers ? state.hadAll : 0};
+    const Progress progress{state.done + 1, lastSerial(turn), readsOthers ? state.hadAll : 0};
     return awaitDecision(state, shared.missing, progress, exchange.isOfGraph, deadline);
   }
   failGroup(state, Failure::kMismatch, shared.mismatched);
@@ -121,7 +126,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
                            const Consume& consume, const Finish& finish) {
   MC_SHARED(BlockState, shared);
   GroupState& state = *exchange.state;
-  Turn turn{state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};
+  Turn turn{state.serial + 1, 0, activeIn(state), exchangesOf(exchange), shared.data};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
   unsigned published = 0;  // exchanges
@@ -129,14 +134,16 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
   for (;;) {
     for (int rank = int(threadIdx.x); !hasData && rank < state.ranks; rank += int(blockDim.x))
       if (has(turn.active, rank)) shared.data[rank] = dataOf(exchange, turn, rank);
+    // A rank that is skipped signals nothing and reads nothing.
+    const bool takesPart = has(turn.active, state.rank);
     const Turn next = hasData ? after(turn) : turn;
-    if (published <= next.number && (!hasData || isAhead(exchange, next))) {
+    if (takesPart && published <= next.number && (!hasData || isAhead(exchange, next))) {
       publish(next, blocks);
       published = next.number + 1;
     }
-    bool isReady = hasData ? awaitUse(exchange, turn, deadline, shared)
-                           : awaitData(exchange, turn, blocks, deadline, shared);
-    if (isReady && !hasData) {
+    bool isReady = !takesPart || (hasData ? awaitUse(exchange, turn, deadline, shared)
+                                          : awaitData(exchange, turn, blocks, deadline, shared));
+    if (isReady && takesPart && !hasData) {
       hasData = true;
       continue;
     }
@@ -148,7 +155,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       }
       isReady = decision == Decision::kTake;
       if (!isReady) {
-        turn = {state.serial + 1, 0, state.active, exchangesOf(exchange), shared.data};
+        turn = {state.serial + 1, 0, activeIn(state), exchangesOf(exchange), shared.data};
         blocks.areRedone = true;
         published = 0;
         hasData = false;
@@ -196,7 +203,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
 
 // A block begins an operation. False: the group has ended, and so does the block. All threads.
 MC_DEVICE bool beginBlock(const Exchange& exchange) {
-  if (exchange.isOfGraph) enter(*exchange.state);
+  if (exchange.isHeld) enter(*exchange.state);
   if (!exchange.state->failed) return true;
   if (threadIdx.x == 0) leave(exchange, 1);
   return false;

@@ -9,8 +9,15 @@ namespace mooncake::kernels {
 
 MC_DEVICE bool has(uint64_t ranks, int rank) { return ranks >> rank & 1; }
 
-// A block of a graph's kernel begins: not while acknowledge() holds the group, so that the host's
-// decision lies between two operations. That ends with a deadline of its own. All threads.
+// The ranks that take part in the next operation. Late ones may be skipped, also this one.
+MC_DEVICE uint64_t activeIn(const GroupState& state) {
+  const uint64_t number = state.done + 1;
+  const uint64_t active = number == state.partial ? state.among : state.active;
+  return number <= state.skipped ? active & ~(uint64_t(1) << state.rank) : active;
+}
+
+// A block begins: not while acknowledge() holds the group, so that the host's decision lies between
+// two operations. That ends with a deadline of its own. All threads.
 MC_DEVICE void enter(GroupState& state) {
   if (threadIdx.x == 0) {
     uint32_t entered = addAcqRelDevice(&state.entered, 1);
@@ -24,7 +31,7 @@ MC_DEVICE void enter(GroupState& state) {
 
 // So many blocks, which have all entered, use the state no more. One thread.
 MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
-  if (exchange.isOfGraph) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
+  if (exchange.isHeld) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
 }
 
 // Whether the other ranks have gone on without this one. Then its reads may be torn.
@@ -65,7 +72,7 @@ MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint
 
 // How far a rank has come; see HostWords.
 struct Progress {
-  uint64_t taken, hadAll;
+  uint64_t stoppedAt, taken, hadAll;
 };
 
 // Tells the host that this kernel has stopped, and waits for its decision, which takes effect. kRefuse
@@ -75,6 +82,7 @@ MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, const Prog
   HostWords& host = *state.host;
   const uint32_t next = state.generation + 1;
   host.missing = missing;
+  host.stoppedAt = progress.stoppedAt;
   host.ended = state.serial;
   host.taken = progress.taken;
   host.hadAll = progress.hadAll;
@@ -93,6 +101,9 @@ MC_DEVICE Decision awaitDecision(GroupState& state, uint64_t missing, const Prog
   if (decision != Decision::kRefuse) {
     change(state, decision, isOfGraph, loadRelaxedSystem(&host.active));
     state.serial = loadRelaxedSystem(&host.serial);
+    state.partial = loadRelaxedSystem(&host.partial);
+    state.among = loadRelaxedSystem(&host.among);
+    state.skipped = loadRelaxedSystem(&host.skipped);
   }
   state.generation = decided;
   return decision;

@@ -73,18 +73,27 @@ struct HostWords {
   uint32_t decision = 0;
   uint64_t active = 0;  // bits of the ranks that go on
   uint64_t serial = 0;  // the next exchange has the serial number after this one
+  // In operation `partial` only the ranks `among` take part: others were late. This rank takes no
+  // part in its operations up to number `skipped`.
+  uint64_t partial = 0;
+  uint64_t among = 0;
+  uint64_t skipped = 0;
   uint32_t misfitsTaken = 0;
 
   // Written by kernels. `stopped` is the generation at which a kernel has stopped, written last.
   uint32_t stopped = 0;
-  uint64_t done = 0;     // number of the last operation that has ended
-  uint64_t calls = 0;    // those of them that a call launched, and no graph
-  uint64_t parked = 0;   // number of a graph's operation in which a rank was late
-  uint64_t missing = 0;  // bits of the ranks that the stopped operation waits for
-  uint64_t ended = 0;    // serial number of the last exchange of the last operation that has ended
-  uint64_t taken = 0;    // no exchange of this rank has a higher serial number
-  uint64_t hadAll = 0;   // see GroupState; 0: ranks read no inboxes but their own
-  uint32_t failed = 0;   // a Failure
+  uint64_t stoppedAt = 0;  // number of the operation that has stopped; `done`: between two
+  uint64_t done = 0;       // number of the last operation that has ended
+  uint64_t calls = 0;      // those of them that a call launched, and no graph
+  uint64_t parked = 0;     // number of a graph's operation in which a rank was late
+  uint64_t missing = 0;    // bits of the ranks that the stopped operation waits for
+  uint64_t ended = 0;   // serial number of the last exchange of the last operation that has ended
+  uint64_t taken = 0;   // no exchange of this rank has a higher serial number
+  uint64_t hadAll = 0;  // see GroupState; 0: ranks read no inboxes but their own
+  // Number of the last operation that waits for ranks but may skip late ones, after so long.
+  uint64_t waits = 0;
+  uint64_t skipNs = 0;
+  uint32_t failed = 0;  // a Failure
   uint32_t failedRank = 0;
   // The decisions by which ranks went out, in their order. `changeCount` is written last.
   uint32_t changeCount = 0;
@@ -94,7 +103,7 @@ struct HostWords {
   Misfit misfits[kMostMisfits] = {};
 };
 
-// The bit of GroupState::entered that holds up blocks of a graph's kernel at their begin.
+// The bit of GroupState::entered that holds up blocks at their begin.
 constexpr uint32_t kHeld = 1u << 31;
 
 enum class Failure : uint32_t {
@@ -115,11 +124,14 @@ enum class Failure : uint32_t {
 
 // Memory of the rank's own device. Kernels of a group run one after the other on it, so only the
 // blocks of one kernel share its words. `entered` keeps the kernel that stops the others from
-// running beside those of graphs, which are on other streams.
+// running beside those on other streams.
 struct GroupState {
   int rank = 0;
   int ranks = 0;
-  uint64_t active = 0;      // bits of the ranks that take part
+  uint64_t active = 0;   // bits of the ranks that take part
+  uint64_t partial = 0;  // this and the next two: see HostWords
+  uint64_t among = 0;
+  uint64_t skipped = 0;
   uint32_t generation = 0;  // counts the host's decisions
   uint64_t done = 0;        // number of the last operation that has ended
   uint64_t serial = 0;      // of the last exchange. An operation has one or more
@@ -129,7 +141,7 @@ struct GroupState {
   uint32_t sentBlocks = 0;  // its blocks, as far as `entered` counts them
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
-  uint32_t entered = 0;     // blocks of a graph's kernel that have begun, or kHeld
+  uint32_t entered = 0;     // blocks with Exchange::isHeld that have begun, or kHeld
   // Exchanges that a block has ended, and those that it has published, when it leaves.
   uint32_t progress[kMaxBlocks] = {};
   uint32_t published[kMaxBlocks] = {};

@@ -12,12 +12,13 @@ template <typename Write, typename Push>
 MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push& push) {
   if (!beginBlock(exchange)) return;
   GroupState& state = *exchange.state;
-  const Turn turn{state.serial + 1, 0, state.active};
+  const Turn turn{state.serial + 1, 0, activeIn(state)};
   const bool isUnreceived = state.sent > state.serial;
   if (!isUnreceived) {
     write(published(state, state.rank, turn.serial), blockIdx.x);
-    // The second kernel pushes no data.
-    signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false}, push, false);
+    // The second kernel pushes no data. No rank reads those of one that is skipped.
+    if (has(turn.active, state.rank))
+      signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false}, push, false);
   }
   __syncthreads();
   if (threadIdx.x != 0 || addAcqRelDevice(&state.arrived, 1) + 1 != gridDim.x) return;
@@ -29,7 +30,14 @@ MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push&
     return;
   }
   state.sent = turn.serial;
-  state.sentBlocks = exchange.isOfGraph ? gridDim.x : 0;
+  state.sentBlocks = exchange.isHeld ? gridDim.x : 0;
+}
+
+// Tells the host that the operation waits for ranks. One thread.
+MC_DEVICE void tellSkip(const Exchange& exchange) {
+  HostWords& host = *exchange.state->host;
+  storeRelaxedSystem(&host.skipNs, exchange.skipNs);
+  storeReleaseSystem(&host.waits, exchange.state->done + 1);
 }
 
 // The second, the group's next kernel. Its operation has one piece, so after a loss it has the same
@@ -42,7 +50,10 @@ MC_DEVICE void receiveAll(const Exchange& exchange, const Begin& begin, const Co
   runExchange(
       exchange, 0,
       [&](const Turn& turn, const Blocks& blocks) {
-        if (!blocks.areStopped) begin(turn);
+        if (!blocks.areStopped) {
+          if (exchange.skipNs && blockIdx.x == 0 && threadIdx.x == 0) tellSkip(exchange);
+          begin(turn);
+        }
         if (blocks.areRedone) signalAll(exchange, turn, blocks, [](Pushes&, unsigned) {});
       },
       consume, finish);

@@ -32,8 +32,8 @@ from mooncake.ep import reference
 class Decode:
     """A step of a model in a graph: rows to the experts, which send them back as they are."""
 
-    def __init__(self, me, buffer):
-        self.me, self.buffer = me, buffer
+    def __init__(self, me, buffer, **how):
+        self.me, self.buffer, self.how = me, buffer, how
         self.x = torch.empty(COUNTS[me.rank], HIDDEN, dtype=torch.bfloat16)
         self.topk_idx = torch.zeros(COUNTS[me.rank], TOPK, dtype=torch.int64)
         self.weights = torch.empty(COUNTS[me.rank], TOPK)
@@ -52,7 +52,7 @@ class Decode:
         self.active.fill_(1)
 
     def step(self):
-        hooked = {"active_ranks": self.active, **HOOK}
+        hooked = {"active_ranks": self.active, **HOOK, **self.how}
         self.found = dispatch(self.buffer, self, **hooked)
         self.found[4]()
         self.combined, self.event, hook = self.buffer.low_latency_combine(

@@ -31,7 +31,7 @@ def apart(request, two_hosts, monkeypatch):
 
 
 def test_nothing_runs_between_the_phases():
-    test_ep_kernels.test_nothing_runs_between_the_phases()
+    test_ep_kernels.test_nothing_runs_between_the_phases(20_000_000)
 
 
 def test_hooks_in_any_order():
@@ -48,7 +48,7 @@ def test_rows_in_published_memory():
 
 
 def test_a_late_rank_is_named():
-    test_ep_kernels.test_a_late_rank_is_named(-1)
+    test_ep_kernels.test_a_late_rank_is_named()
 
 
 def test_replays():

@@ -40,14 +40,15 @@ from peer_ranks import runs_kernels
 # ---- two phases
 
 
-def phases(me):
+def phases(me, timeout_us):
     """Between the two phases nothing runs on the device, though all rows have come."""
     buffer = a_buffer()
     given = inputs(1)
     mine = given[me.rank]
+    how = {"timeout_us": timeout_us, **HOOK}
     runs_kernels(lambda: ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS), 4)
     results = []
-    runs_kernels(lambda: results.append(dispatch(buffer, mine, **HOOK)), 1)
+    runs_kernels(lambda: results.append(dispatch(buffer, mine, **how)), 1)
     dist.barrier()
     runs_kernels(lambda: None, 0)
     found = results.pop()
@@ -55,15 +56,16 @@ def phases(me):
     runs_kernels(found[4], 0)
     rows = check_dispatch(me, found, given, TOKENS, EXPERTS, **BF16)
     answered = (my_answers(me, rows, OWNERS), mine.topk_idx, mine.weights, found[2])
-    runs_kernels(lambda: results.append(buffer.low_latency_combine(*answered, **HOOK)), 1)
+    runs_kernels(lambda: results.append(buffer.low_latency_combine(*answered, **how)), 1)
     combined, _, hook = results.pop()
     hook()
     check_combine(me, combined, buffer.missing_contributions, given, TOKENS, EXPERTS)
     buffer.destroy()
 
 
-def test_nothing_runs_between_the_phases():
-    run(phases)
+@pytest.mark.parametrize("timeout_us", [-1, 20_000_000])
+def test_nothing_runs_between_the_phases(timeout_us):
+    run(phases, timeout_us)
 
 
 def rows_that_change_after_the_call(me):
@@ -277,20 +279,18 @@ def test_more_experts_of_a_token_than_kernels_take():
     run(too_many_experts_of_a_token)
 
 
-def late_rank(me, timeout_us):
+def late_rank(me):
     """The error names the rank that does not come to the call on its stream."""
-    limit = timedelta(seconds=8) if timeout_us < 0 else None
-    buffer = a_buffer(timeout=limit)
+    buffer = a_buffer(timeout=timedelta(seconds=8))
     given = inputs(5)
     mine = given[me.rank]
     ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
     dist.barrier()
     torch.accelerator.synchronize()
-    how = {"async_finish": True, "timeout_us": timeout_us}
     with held() as gate:
         if me.rank != 1:
             gate.open()
-        found = dispatch(buffer, mine, **how)
+        found = dispatch(buffer, mine, async_finish=True)
         kind, text = raised(found[3].event.synchronize)
     assert kind == "DistBackendError", text
     if me.rank != 1:
@@ -300,10 +300,9 @@ def late_rank(me, timeout_us):
 
 
 @pytest.mark.skipif(DEVICE != "fake", reason="the test holds a stream")
-@pytest.mark.parametrize("timeout_us", [-1, 3_000_000])
-def test_a_late_rank_is_named(timeout_us):
+def test_a_late_rank_is_named():
     with crew() as ranks:
-        ranks.call(late_rank, timeout_us)
+        ranks.call(late_rank)
 
 
 def late_hook(me):

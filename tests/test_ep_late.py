@@ -46,8 +46,9 @@ def wait(event, hook):
 class Round:
     """Dispatch and combine of one rank, with the patience; what was agreed."""
 
-    def __init__(self, me, buffer, given, how):
-        self.me, self.buffer, self.given, self.how = me, buffer, given, how
+    def __init__(self, me, buffer, given, how, patience_us=PATIENCE_US):
+        self.me, self.buffer, self.given = me, buffer, given
+        self.how = {"timeout_us": patience_us, **how}
         self.mine = given[me.rank]
         self.agreed = []
         self.slowest = 0.0
@@ -55,7 +56,7 @@ class Round:
     def timed(self, call, *arguments, **named):
         ranks = torch.ones(SIZE, dtype=torch.int32)
         begin = time.monotonic()
-        found = call(*arguments, active_ranks=ranks, timeout_us=PATIENCE_US, **self.how, **named)
+        found = call(*arguments, active_ranks=ranks, **self.how, **named)
         wait(*found[-2:])
         self.slowest = max(self.slowest, time.monotonic() - begin)
         self.agreed.append(ranks.tolist())
@@ -74,11 +75,11 @@ class Round:
         return combined, event.missing_contributions
 
 
-def late_on_rank(me, late, where, how, hidden):
+def late_on_rank(me, late, where, how, hidden, patience_us=PATIENCE_US):
     given = ep_crew.inputs(11, [8, 3, 5, 8], hidden, TOPK, EXPERTS)
     buffer = ep_crew.deepep_buffer(TOKENS, hidden, EXPERTS)
     ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS)
-    one = Round(me, buffer, given, how)
+    one = Round(me, buffer, given, how, patience_us)
     left = without(late)
     is_late = me.rank == late
     if where == "combine":
@@ -92,6 +93,8 @@ def late_on_rank(me, late, where, how, hidden):
             rows = check_dispatch(me, found, given, TOKENS, EXPERTS, active=left, **BF16)
         combined, missing = one.combine(rows, found[2])
         active = EVERYBODY if where == "combine" else left
+        agreed = [[int(rank in left) for rank in EVERYBODY]] * len(one.agreed)
+        assert one.agreed == agreed, one.agreed
         check_combine(
             me, combined, missing, given, TOKENS, EXPERTS, active=active, still_active=left
         )

@@ -140,10 +140,9 @@ EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
   return made;
 }
 
-// Kernels skip no rank that is late: its lateness is an error.
-Clock::duration EpBuffer::kernelLimit(int64_t timeoutMicros) const {
-  return patienceOf(timeoutMicros)
-      .value_or(std::chrono::duration_cast<Clock::duration>(options_.timeout));
+PeerExperts::Limits EpBuffer::kernelLimits(int64_t timeoutMicros) const {
+  return {.most = std::chrono::duration_cast<Clock::duration>(options_.timeout),
+          .skipAfter = patienceOf(timeoutMicros).value_or(Clock::duration(0))};
 }
 
 EpBuffer::Dispatch EpBuffer::dispatchByKernels(const DispatchArguments& given,
@@ -175,7 +174,7 @@ EpBuffer::Dispatch EpBuffer::dispatchByKernels(const DispatchArguments& given,
                                                   .ranges = made.ranges,
                                                   .scales = std::move(scales)},
                                                  *handle, *made.handle.kept);
-  made.call.limit = kernelLimit(given.timeoutMicros);
+  made.call.limits = kernelLimits(given.timeoutMicros);
   return made;
 }
 
@@ -195,7 +194,7 @@ EpBuffer::Combine EpBuffer::combineByKernels(const CombineArguments& given) {
                                                  .sums = made.sums,
                                                  .missing = made.missing},
                                                 *given.handle.kept);
-  made.call.limit = kernelLimit(given.timeoutMicros);
+  made.call.limits = kernelLimits(given.timeoutMicros);
   inPlaceOnDevice_.reset();
   return made;
 }
@@ -336,7 +335,7 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
                                          const std::shared_ptr<EpWork>& after) {
   const bool inBackground = ends != Ends::kAtOnce;
   if (call.kernels) {
-    return options_.kernels->submit(std::move(*call.kernels), call.limit, ends == Ends::kByHook,
+    return options_.kernels->submit(std::move(*call.kernels), call.limits, ends == Ends::kByHook,
                                     !inBackground);
   }
   EpInterrupt interrupt(buffer_->group());

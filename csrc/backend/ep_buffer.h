@@ -67,7 +67,7 @@ class EpBuffer {
     std::shared_ptr<EpRun> run;
     std::shared_ptr<Staging> staging;        // null: CPU tensors, which `run` has read
     std::optional<EpKernels::Call> kernels;  // instead of both
-    Clock::duration limit{};                 // of `kernels`
+    PeerExperts::Limits limits{};            // of `kernels`
   };
   // The end of the caller's wait.
   enum class Ends {
@@ -158,7 +158,7 @@ class EpBuffer {
   const std::shared_ptr<BlockCache>& results() const { return results_; }
   const std::shared_ptr<TokenKernels>& tokens() const { return options_.tokens; }
   // The longest time of a call by kernels.
-  Clock::duration kernelLimit(int64_t timeoutMicros) const;
+  PeerExperts::Limits kernelLimits(int64_t timeoutMicros) const;
   // For Operation::skipAfter(). Empty: no rank is skipped before the buffer's timeout.
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;
   void updateMembers() const;

@@ -30,7 +30,7 @@ TokenKernels::Call callOf(const EpBuffer& buffer, const c10::Device& device,
                           int64_t timeoutMicros) {
   const int size = buffer.buffer()->group().size();
   TORCH_CHECK_VALUE(among.size() == size_t(size), "among has ", among.size(), " ranks of ", size);
-  TokenKernels::Call call{.limit = buffer.kernelLimit(timeoutMicros)};
+  TokenKernels::Call call{.limit = buffer.kernelLimits(timeoutMicros).most};
   for (int rank = 0; rank < size; ++rank)
     if (among[size_t(rank)]) call.among |= uint64_t(1) << rank;
   if (activeRanks) {

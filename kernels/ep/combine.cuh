@@ -280,7 +280,7 @@ MC_DEVICE void combineReceive(const CombineReceive& a) {
         const Together found = with(*call.exchange.state, turn);
         if (!succeeds(call.exchange, found)) return false;
         tellCaller(call.exchange, a.mask, found.participants);
-        tellWaits(call.exchange, a.waits, waits);
+        tellWaits(call.exchange, turn, a.waits, waits);
         __syncthreads();
         return true;
       });

@@ -34,6 +34,8 @@ struct Together {
 
 // `dispatch`: number of the dispatch that is combined; 0: none. All threads of a block.
 MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t dispatch) {
+  // A rank that is skipped knows nothing of the others.
+  if (!has(turn.active, state.rank)) return {turn.active, uint32_t(Failure::kNone), -1};
   MC_SHARED(Together, shared);
   __syncthreads();  // the block may still use the facts of an earlier call
   if (threadIdx.x < kLanes) {
@@ -105,9 +107,10 @@ MC_DEVICE void tellCaller(const Exchange& exchange, const Mask& mask, uint64_t p
 }
 
 // Adds up the caller's waits, if it wants to know them. All threads of the last block.
-MC_DEVICE void tellWaits(const Exchange& exchange, int64_t* waited, const Waits& waits) {
+MC_DEVICE void tellWaits(const Exchange& exchange, const Turn& turn, int64_t* waited,
+                         const Waits& waits) {
   const int rank = int(threadIdx.x);
-  if (rank >= exchange.state->ranks || !waited) return;
+  if (rank >= exchange.state->ranks || !waited || !has(turn.active, exchange.state->rank)) return;
   const uint64_t ns = waits.hasCome[rank] ? waits.ns[rank] : now() - waits.since;
   waited[rank] += int64_t(ns / 1000);
 }

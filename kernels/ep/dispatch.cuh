@@ -274,7 +274,7 @@ MC_DEVICE void dispatchReceive(const DispatchReceive& a) {
         const Together with = together(state, turn, 0);
         if (!succeeds(call.exchange, with)) return false;
         tellCaller(call.exchange, a.mask, with.participants);
-        tellWaits(call.exchange, a.waits, waits);
+        tellWaits(call.exchange, turn, a.waits, waits);
         if (a.addedCounts) {
           for (unsigned local = threadIdx.x; local < call.local; local += blockDim.x)
             a.addedCounts[local] += a.keptCounts[local];

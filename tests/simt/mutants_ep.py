@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 COMMON, DISPATCH, COMBINE = "ep/common.cuh", "ep/dispatch.cuh", "ep/combine.cuh"
-TWO_KERNELS = "two_kernels.cuh"
+TWO_KERNELS, EXCHANGE, GROUP = "two_kernels.cuh", "exchange.cuh", "group.cuh"
 MUTANTS = [
     # Two kernels
     (
@@ -22,6 +22,49 @@ MUTANTS = [
         "the second kernel runs in a group that has ended",
         TWO_KERNELS,
         "if (exchange.state->failed) return;",
+        "",
+    ),
+    # Ranks that are late
+    (
+        "the host hears of no operation that waits",
+        TWO_KERNELS,
+        "storeReleaseSystem(&host.waits, exchange.state->done + 1);",
+        "",
+    ),
+    (
+        "a skipped rank waits for the others",
+        EXCHANGE,
+        "bool isReady = !has(turn.active, state.rank);",
+        "bool isReady = false;",
+    ),
+    (
+        "a skipped rank takes part",
+        GROUP,
+        "return number <= state.skipped ? active & ~(uint64_t(1) << state.rank) : active;",
+        "return active;",
+    ),
+    (
+        "late ranks take part",
+        GROUP,
+        "number == state.partial ? state.among : state.active",
+        "state.active",
+    ),
+    (
+        "late ranks are skipped for good",
+        GROUP,
+        "number == state.partial ? state.among",
+        "number >= state.partial && state.partial ? state.among",
+    ),
+    (
+        "a skipped rank reads the others' choices",
+        COMMON,
+        "if (!has(turn.active, state.rank)) return {turn.active,",
+        "if (false) return {turn.active,",
+    ),
+    (
+        "a rank does not tell where it has stopped",
+        GROUP,
+        "host.stoppedAt = progress.stoppedAt;",
         "",
     ),
     # Both operations

@@ -168,8 +168,8 @@ EpKernels::Call EpKernels::dispatch(const Dispatch& given, const ep::Handle& han
   Call call{.tensors = {given.x, given.topk, given.rows, given.counts, given.sources, given.ranges,
                         kept.kept},
             .table = kept.table,
-            .send = [dispatch](PeerExperts& experts, Clock::duration limit) {
-              return experts.send(dispatch, limit);
+            .send = [dispatch](PeerExperts& experts, const PeerExperts::Limits& limits) {
+              return experts.send(dispatch, limits);
             }};
   for (const auto& one : {given.activeRanks, given.addedCounts, given.waits, given.scales})
     add(call.tensors, one);
@@ -202,8 +202,8 @@ EpKernels::Call EpKernels::combine(const Combine& given, const EpKept& kept) {
       .missing = given.missing.mutable_data_ptr<bool>()};
   Call call{.tensors = {given.topk, given.weights, given.sums, given.missing, kept.kept},
             .table = kept.table,
-            .send = [combine](PeerExperts& experts, Clock::duration limit) {
-              return experts.send(combine, limit);
+            .send = [combine](PeerExperts& experts, const PeerExperts::Limits& limits) {
+              return experts.send(combine, limits);
             }};
   if (!given.isInPlace) call.tensors.push_back(given.x);
   for (const auto& one : {given.activeRanks, given.waits}) add(call.tensors, one);
@@ -222,8 +222,8 @@ std::optional<PeerQueue::Recording> EpKernels::record(const c10::Stream& stream)
                                              OwnStream::nativeOf(stream), !isCapturing(stream));
 }
 
-std::shared_ptr<EpWork> EpKernels::submit(Call call, Clock::duration limit, bool isHooked,
-                                          bool waits) {
+std::shared_ptr<EpWork> EpKernels::submit(Call call, const PeerExperts::Limits& limits,
+                                          bool isHooked, bool waits) {
   const c10::DeviceGuard on(stream().device());
   const c10::Stream callers = currentOn(stream().device());
   const bool isRecorded = isCapturing(callers);
@@ -242,7 +242,7 @@ std::shared_ptr<EpWork> EpKernels::submit(Call call, Clock::duration limit, bool
     c10::Event reached(ours.device_type());
     reached.record(callers);
     reached.block(ours);
-    const auto number = call.send(*experts_, limit);
+    const auto number = call.send(*experts_, limits);
     // A capture cannot end without the stream that has joined it.
     if (!number.ok() && isRecorded) work->join();
     work->sent(orThrow(number), experts_->sent());

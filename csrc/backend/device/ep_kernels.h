@@ -74,17 +74,17 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   struct Call {
     std::vector<at::Tensor> tensors;
     at::Tensor table;  // the owners of experts
-    std::function<Result<uint64_t>(PeerExperts&, Clock::duration limit)> send;
+    std::function<Result<uint64_t>(PeerExperts&, const PeerExperts::Limits&)> send;
   };
   // Fills in `kept` for the combines of the dispatch.
   Call dispatch(const Dispatch& given, const ep::Handle& handle, EpKept& kept);
   Call combine(const Combine& given, const EpKept& kept);
 
   // Enqueues the call behind the current stream's work so far. `isHooked`: wait() of the work enqueues
-  // the receiving kernel, and the current stream waits for the sending one. `waits`: the current stream waits for the results. If it has
-  // not ended so long after the receiving kernel was enqueued, the buffer's calls end. If the current
-  // stream is recorded into a graph, so is the call.
-  std::shared_ptr<EpWork> submit(Call call, Clock::duration limit, bool isHooked, bool waits);
+  // the receiving kernel, and the current stream waits for the sending one. `waits`: the current
+  // stream waits for the results. If the current stream is recorded into a graph, so is the call.
+  std::shared_ptr<EpWork> submit(Call call, const PeerExperts::Limits& limits, bool isHooked,
+                                 bool waits);
 
   // Enqueues the receiving kernel of the operation that was sent last, behind the current stream's
   // work so far, if it is that one: `sent` is PeerExperts::sent() since then.

@@ -49,6 +49,7 @@ Result<std::unique_ptr<PeerExperts>> PeerExperts::make(std::unique_ptr<Group> co
                                 .bankBytes = bytes + kTableBytes,
                                 .inboxBankBytes = perRank + kTableBytes,
                                 .mostBlocks = kMostBlocks,
+                                .maySkip = true,
                                 .timeout = timeout},
                                deadline);
   if (!queue.ok()) return queue.error();
@@ -108,8 +109,8 @@ Status PeerExperts::check(const Shape& shape, const Caller& caller, size_t bytes
 }
 
 kernels::ExpertCall PeerExperts::callOf(const Shape& shape, size_t rowBytes, uint32_t hash,
-                                        Clock::duration limit) const {
-  return {.exchange = queue_->exchange(hash, Deadline::after(limit)),
+                                        const Limits& limits) const {
+  return {.exchange = queue_->exchange(hash, Deadline::after(limits.most), limits.skipAfter),
           .maxTokens = shape.maxTokens,
           .hidden = shape.hidden,
           .experts = shape.experts,
@@ -122,7 +123,7 @@ kernels::ExpertCall PeerExperts::callOf(const Shape& shape, size_t rowBytes, uin
 template <typename Send, typename Receive>
 Result<uint64_t> PeerExperts::sendAny(const char* name, std::pair<KernelId, KernelId> ids,
                                       const Send& send, const Receive& receive, size_t sharedBytes,
-                                      Clock::duration limit) {
+                                      const Limits& limits) {
   const kernels::ExpertCall& call = send.call;
   const size_t work = call.maxTokens * call.hidden * sizeof(uint16_t);
   const auto blocks = unsigned(
@@ -139,8 +140,8 @@ Result<uint64_t> PeerExperts::sendAny(const char* name, std::pair<KernelId, Kern
                                .sharedBytes = uint32_t(sharedBytes),
                                .arguments = bytesOf(send)}));
   ++sent_;
-  pending_ = [=, this, kernel = ids.second, call = *number] {
-    if (call) guard().limit(call, Deadline::after(limit));
+  pending_ = [=, this, kernel = ids.second, call = *number, most = limits.most] {
+    if (call) guard().limit(call, Deadline::after(most));
     return queue_->launch(
         {.kernel = kernel, .grid = blocks, .block = threads, .arguments = bytesOf(receive)});
   };
@@ -152,7 +153,7 @@ Status PeerExperts::receive() {
   return pending ? pending() : Status();
 }
 
-Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration limit) {
+Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, const Limits& limits) {
   const auto& [shape, caller, x, kind, packsScales, rows, scales, counts, sources, ranges, added] =
       dispatch;
   const size_t row = kernels::sentRowBytes(shape.hidden, kind);
@@ -161,7 +162,7 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration lim
   MOONCAKE_TRY(check(shape, caller, bytes, bytes));
   const uint32_t hash =
       callHash({1, shape.maxTokens, shape.hidden, shape.experts, shape.owners, uint64_t(kind)});
-  const kernels::ExpertCall call = callOf(shape, row, hash, limit);
+  const kernels::ExpertCall call = callOf(shape, row, hash, limits);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);
   const auto* const experts = reinterpret_cast<const Expert*>(caller.table);
@@ -190,10 +191,10 @@ Result<uint64_t> PeerExperts::send(const Dispatch& dispatch, Clock::duration lim
       .addedCounts = added,
       .waits = caller.waits};
   return sendAny("dispatch", {KernelId::kDispatchSend, KernelId::kDispatchReceive}, send, receive,
-                 shape.experts * sizeof(uint32_t), limit);
+                 shape.experts * sizeof(uint32_t), limits);
 }
 
-Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit) {
+Result<uint64_t> PeerExperts::send(const Combine& combine, const Limits& limits) {
   const auto& [shape, caller, x, weights, usesLogfmt, renormalizes, sums, missing] = combine;
   const size_t answersAt = kernels::answersAt(shape.mostLocal, ranks());
   const size_t rowsOfRank = shape.maxTokens * shape.combineRow;
@@ -201,7 +202,7 @@ Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit
                      answersAt + shape.mostLocal * rowsOfRank));
   const uint32_t hash =
       callHash({2, shape.maxTokens, shape.hidden, shape.experts, shape.owners, usesLogfmt});
-  const kernels::ExpertCall call = callOf(shape, shape.combineRow, hash, limit);
+  const kernels::ExpertCall call = callOf(shape, shape.combineRow, hash, limits);
   const kernels::Mask mask{caller.mask, caller.activeRanks};
   const Kept kept = keptOf(shape, caller);
   const kernels::CombineSend send{.call = call,
@@ -226,7 +227,7 @@ Result<uint64_t> PeerExperts::send(const Combine& combine, Clock::duration limit
                                         .missing = missing,
                                         .waits = caller.waits};
   return sendAny("combine", {KernelId::kCombineSend, KernelId::kCombineReceive}, send, receive, 0,
-                 limit);
+                 limits);
 }
 
 // Operations take turns with the two banks, also if ranks are lost meanwhile: an operation that

@@ -84,11 +84,15 @@ class PeerExperts {
     void* sums = nullptr;  // [tokens][hidden] of bfloat16
     bool* missing = nullptr;
   };
-  // Enqueue the kernel that sends, and return the call's number; 0 for a call that is recorded into a
-  // graph. The operation before it is received first, if it was not. `limit`: longest
-  // time from receive() to the end. kInvalidArgument: kernels cannot take the call. Nothing was sent.
-  Result<uint64_t> send(const Dispatch& dispatch, Clock::duration limit);
-  Result<uint64_t> send(const Combine& combine, Clock::duration limit);
+  struct Limits {
+    Clock::duration most{};       // from receive() to the end, else the group ends
+    Clock::duration skipAfter{};  // see PeerQueue::exchange()
+  };
+  // Enqueue the kernel that sends, and return the call's number; 0 for a call that is recorded into
+  // a graph. The operation before it is received first, if it was not. kInvalidArgument: kernels
+  // cannot take the call. Nothing was sent.
+  Result<uint64_t> send(const Dispatch& dispatch, const Limits& limits);
+  Result<uint64_t> send(const Combine& combine, const Limits& limits);
   // Enqueues the kernel that receives the rows of the last operation, unless it was enqueued.
   Status receive();
   // Forgets that operation: it was recorded into a graph, which has ended.
@@ -115,10 +119,10 @@ class PeerExperts {
   // `bytes` that the rank publishes, and those of them that one on another host needs at most.
   Status check(const Shape& shape, const Caller& caller, size_t bytes, size_t inboxBytes) const;
   kernels::ExpertCall callOf(const Shape& shape, size_t rowBytes, uint32_t hash,
-                             Clock::duration limit) const;
+                             const Limits& limits) const;
   template <typename Send, typename Receive>
   Result<uint64_t> sendAny(const char* name, std::pair<KernelId, KernelId> ids, const Send& send,
-                           const Receive& receive, size_t sharedBytes, Clock::duration limit);
+                           const Receive& receive, size_t sharedBytes, const Limits& limits);
   size_t ranks() const { return size_t(queue_->group().size()); }
 
   const std::unique_ptr<PeerQueue> queue_;

@@ -15,9 +15,10 @@ namespace {
 using kernels::Decision;
 using kernels::Failure;
 
-constexpr std::chrono::microseconds kPause(50);  // between two looks at words of kernels
-constexpr std::chrono::milliseconds kLook(1);    // the same while no rank is lost
-constexpr std::chrono::seconds kStopTime(1);     // for kernels to stop after a timeout
+constexpr std::chrono::microseconds kPause(50);       // between two looks at words of kernels
+constexpr std::chrono::milliseconds kLook(1);         // the same while no rank is lost
+constexpr std::chrono::seconds kStopTime(1);          // for kernels to stop after a timeout
+constexpr std::chrono::milliseconds kStopsItself(1);  // a kernel that waits stops within this time
 
 template <typename Word>
 Word read(Word& word) {
@@ -32,11 +33,6 @@ uint64_t bitsOf(const std::vector<int>& ranks) {
   for (const int rank : ranks) bits |= uint64_t(1) << rank;
   return bits;
 }
-
-// How far a rank's kernels have come; see kernels::HostWords.
-struct Progress {
-  uint64_t done, ended, taken, hadAll;
-};
 
 }  // namespace
 
@@ -67,6 +63,9 @@ Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& vie
   guard->thread_ = std::move(*thread);
   // Not under its lock, which listen() takes after the view's.
   view.listen([guard = guard.get()] { guard->changed_.notify_all(); });
+  control.engine().openTopic(
+      control.topic() + 1,
+      [guard = guard.get()](const EngineId&, ByteView message) { guard->onCalled(message); });
   return guard;
 }
 
@@ -83,6 +82,7 @@ PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, 
 
 PeerGuard::~PeerGuard() {
   view_.listen(nullptr);
+  control_.engine().closeTopic(control_.topic() + 1);
   {
     std::lock_guard lock(mutex_);
     isStopping_ = true;
@@ -179,8 +179,8 @@ void PeerGuard::run() {
       Status fine = failureOfKernels();
       // The rank is out of the job, or its side is too small to go on: no view tells that.
       if (fine.ok()) fine = control_.usable();
-      if (fine.ok() && hasLost()) {
-        goOnWithoutLost(lock);
+      if (fine.ok() && (hasLost() || isCalled() || lateOperation() != 0)) {
+        settle(lock);
         continue;
       }
       if (fine.ok()) fine = checkTimeouts(lock);
@@ -200,6 +200,37 @@ Status PeerGuard::checkTimeouts(std::unique_lock<std::mutex>& lock) {
   return {};
 }
 
+// Number of the operation in which this rank wants to skip others that are late; 0: none.
+uint64_t PeerGuard::lateOperation() {
+  const uint64_t number = read(words_.waits);
+  if (number <= done()) return 0;
+  if (number != waiting_.number) waiting_ = {number, Clock::now()};
+  const auto patience =
+      std::chrono::nanoseconds(std::atomic_ref(words_.skipNs).load(std::memory_order_relaxed));
+  return Clock::now() - waiting_.since > patience ? number : 0;
+}
+
+// Has the other guards take part in the next agreement. Wire form: u64 its number.
+void PeerGuard::callOthers() const {
+  ByteWriter call;
+  const Bytes message = call.put(rounds_ + 1).take();
+  for (int rank = 0; rank < control_.size(); ++rank) {
+    const auto& peer = control_.window().peer(rank);
+    if (peer && active_ >> rank & 1)
+      (void)control_.engine().send(*peer, control_.topic() + 1, message);
+  }
+}
+
+// Runs on the loop's thread.
+void PeerGuard::onCalled(ByteView message) {
+  ByteReader in(message);
+  const auto round = in.get<uint64_t>();
+  if (!in.finish("").ok()) return;
+  uint64_t last = calledFor_.load(std::memory_order_relaxed);
+  while (last < round && !calledFor_.compare_exchange_weak(last, round)) continue;
+  changed_.notify_all();
+}
+
 void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
   if (called_.empty() || failure_) {
     // The view changes without this lock, so a call of notify_all() may be missed.
@@ -211,16 +242,18 @@ void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
 
 // Waits until the group's kernels are stopped within an operation, or between two. A kernel that
 // waits stops by itself, and the queue of launches may be full until then: so the kernel that stops
-// the others comes only after all calls.
+// the others comes only after all calls or, on a stream of its own, when none has stopped so far.
 Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline) {
   write(words_.stop, ++generation_);
   failpoint("peers-stop");
+  const Deadline stopsItself = Deadline::after(kStopsItself);
   bool isEnqueued = false;
   while (read(words_.stopped) != generation_) {
-    if (!isEnqueued && ended() == lastCalled_) {
+    const bool isDue = functions_.isBeside ? stopsItself.passed() : ended() == lastCalled_;
+    if (!isEnqueued && isDue) {
       isEnqueued = true;
-      // With the lock: no call may begin until it is enqueued. There is room for it, as all calls
-      // have ended.
+      // With the lock: no call may begin until it is enqueued. On the stream of the calls there is
+      // room for it, as all have ended.
       MOONCAKE_TRY(functions_.acknowledge());
     }
     MOONCAKE_TRY(failureOfKernels());
@@ -229,7 +262,8 @@ Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadl
       return {
           ErrorCode::kTimeout,
           "earlier work of the device, or a call of a Buffer whose hook was not called, kept the "
-          "group's kernels from stopping after the loss of a rank, for the group's timeout" +
+          "group's kernels from going on without a rank that is lost or late, for the group's "
+          "timeout" +
               functions_.endsOf(active_)};
     }
     changed_.wait_for(lock, kPause);
@@ -237,36 +271,55 @@ Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadl
   return {};
 }
 
-void PeerGuard::goOnWithoutLost(std::unique_lock<std::mutex>& lock) {
+// Agrees with the other guards on how kernels go on, without ranks that are lost or late.
+void PeerGuard::settle(std::unique_lock<std::mutex>& lock) {
   const Deadline deadline = Deadline::after(timeout_);
+  const uint64_t late = lateOperation();
+  if (late != 0) callOthers();
   const Status stopped = stopKernels(lock, deadline);
   if (!stopped.ok()) return refuse(stopped.error());
-  const uint64_t own = done();
-  Progress most{own, words_.ended, words_.taken, words_.hadAll};
+  const PeerReport own{.done = done(),
+                       .stoppedAt = words_.stoppedAt,
+                       .ended = words_.ended,
+                       .taken = words_.taken,
+                       .hadAll = words_.hadAll,
+                       .skipped = skipped_,
+                       .late = late == words_.stoppedAt ? late : 0};
+  std::vector<PeerReport> reports(size_t(control_.size()));
+  std::vector<std::span<std::byte>> outputs;
+  for (PeerReport& report : reports)
+    outputs.push_back(std::as_writable_bytes(std::span(&report, 1)));
   lock.unlock();
   failpoint("peers-stopped");
-  Status agreed = allreduce(control_, std::as_writable_bytes(std::span(&most, 1)),
-                            {DType::kUInt64, ReduceKind::kMax}, deadline);
+  Status agreed =
+      allgather(control_, std::as_bytes(std::span(&own, 1)), outputs, DType::kUInt64, deadline);
   failpoint("peers-agreed");
-  if (agreed.ok()) agreed = functions_.onLoss(bitsOf(control_.lastView->active));
+  const uint64_t active = bitsOf(control_.lastView->active);
+  const bool isLoss = active != active_;
+  if (agreed.ok() && isLoss) agreed = functions_.onLoss(active);
   lock.lock();
   if (failure_) return;  // it was refused meanwhile
   if (!agreed.ok()) return refuse(agreed.error());
-  active_ = bitsOf(control_.lastView->active);
+  ++rounds_;
+  active_ = active;
   epochs_.emplace(active_, control_.lastView->epoch);
-  // The bank of this exchange may still be read: by ranks that take the last operation, and in
-  // others' inboxes by ranks that are out and run. Of three banks, those ranks may also read the
-  // one before it (kernels/exchange.cuh). So the next exchange has the bank after it.
-  const uint64_t last = most.hadAll ? most.hadAll : most.ended;
-  std::atomic_ref(words_.serial)
-      .store(kernels::serialAfterLoss(most.taken, last, banks_), std::memory_order_relaxed);
-  decide(own < most.done ? Decision::kTake : Decision::kGoOn);
+  const PeerVerdict verdict = verdictFor(control_.rank(), active, reports, banks_);
+  skipped_ = verdict.skipped;
+  waiting_ = {};
+  decide(verdict);
 }
 
-void PeerGuard::decide(Decision decision) {
+void PeerGuard::decide(const PeerVerdict& verdict) {
   // A refusal may come while a kernel still reads the decision before.
-  std::atomic_ref(words_.active).store(active_, std::memory_order_relaxed);
-  std::atomic_ref(words_.decision).store(uint32_t(decision), std::memory_order_relaxed);
+  const auto tell = [](uint64_t& word, uint64_t value) {
+    std::atomic_ref(word).store(value, std::memory_order_relaxed);
+  };
+  tell(words_.active, verdict.active);
+  tell(words_.serial, verdict.serial);
+  tell(words_.partial, verdict.partial);
+  tell(words_.among, verdict.among);
+  tell(words_.skipped, verdict.skipped);
+  std::atomic_ref(words_.decision).store(uint32_t(verdict.decision), std::memory_order_relaxed);
   write(words_.decided, generation_);
 }
 
@@ -276,7 +329,7 @@ void PeerGuard::refuse(Error why) {
   failure_ = std::move(why);
   // A stop that has no decision yet gets this one.
   if (read(words_.decided) == generation_) ++generation_;
-  decide(Decision::kRefuse);
+  decide({.decision = Decision::kRefuse, .active = active_});
   write(words_.stop, generation_);
   changed_.notify_all();
   control_.fail(*failure_);

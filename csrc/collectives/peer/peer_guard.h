@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -13,8 +14,10 @@
 #include <thread>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/deadline.h"
 #include "base/result.h"
+#include "collectives/peer/peer_verdict.h"
 #include "group/group.h"
 #include "kernels/group_state.h"
 
@@ -37,12 +40,15 @@ class ViewFeed {
 // Decides for kernels that miss a rank. When ranks are lost, the guards of the survivors stop their
 // kernels and agree, by an operation of `control`, on the last operation that any of them has
 // ended: that one is ended with all its ranks everywhere, and later ones go on without the lost
-// ranks. An operation that exceeds its timeout ends the group. Thread-safe.
+// ranks. If a kernel wants to skip late ranks, its guard calls the others, and all do the same. An
+// operation that exceeds its timeout ends the group. Thread-safe.
 class PeerGuard {
  public:
   struct Functions {
-    // Enqueues the kernel that stops the device's stream between two operations.
+    // Enqueues the kernel that stops the device's kernels between two operations.
     std::function<Status()> acknowledge;
+    // That kernel has a stream of its own. Otherwise it comes behind the kernels of all calls.
+    bool isBeside = false;
     // See PeerProxy::endsOf().
     std::function<std::string(uint64_t ranks)> endsOf;
     // Called before kernels go on without lost ranks, with bits of those that are left. May wait for
@@ -95,6 +101,11 @@ class PeerGuard {
     uint64_t number = 0;
     Deadline deadline = Deadline::at(Clock::time_point::max());
   };
+  // An operation whose kernel waits for ranks that it may skip.
+  struct Waiting {
+    uint64_t number = 0;
+    Clock::time_point since;
+  };
 
   PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, unsigned banks,
             Functions functions, std::chrono::milliseconds timeout);
@@ -106,9 +117,13 @@ class PeerGuard {
   uint64_t ended() const;  // number of calls that have ended on the device
   Status checkTimeouts(std::unique_lock<std::mutex>& lock);
   bool hasLost() const { return (active_ & ~view_.active()) != 0; }
-  void goOnWithoutLost(std::unique_lock<std::mutex>& lock);
+  uint64_t lateOperation();
+  bool isCalled() const { return calledFor_.load(std::memory_order_acquire) == rounds_ + 1; }
+  void callOthers() const;
+  void onCalled(ByteView message);
+  void settle(std::unique_lock<std::mutex>& lock);
   Status stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline);
-  void decide(kernels::Decision decision);
+  void decide(const PeerVerdict& verdict);
   void refuse(Error why);
   Status failure() const;  // ok, or the error that has ended the group
   Status failureOfKernels() const;
@@ -124,13 +139,17 @@ class PeerGuard {
   mutable std::condition_variable changed_;
   std::deque<Called> called_;  // those that may not have ended on the device
   Parked parked_;
+  Waiting waiting_;
   uint64_t lastCalled_ = 0;
   uint64_t active_;                      // as agreed last
   std::map<uint64_t, uint64_t> epochs_;  // of views, by the bits of their ranks
+  uint64_t skipped_ = 0;                 // as decided last; see kernels::HostWords
+  uint64_t rounds_ = 0;                  // agreements, the same on all ranks
   uint32_t generation_ = 0;              // of decisions
   bool isArmed_ = false;
   bool isStopping_ = false;
   std::optional<Error> failure_;
+  std::atomic<uint64_t> calledFor_{0};  // the last agreement to which another rank has called
   std::thread thread_;
 };
 

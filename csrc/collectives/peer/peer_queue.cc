@@ -61,9 +61,15 @@ Status PeerQueue::start(const Settings& settings) {
   const auto room = accelerator_.roomFor(largest, stream_.device);
   if (!room.ok()) return room.error();
   mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(settings.mostBlocks)));
+  if (settings.maySkip) {
+    const auto beside = accelerator_.createStream(stream_.device);
+    if (!beside.ok()) return beside.error();
+    beside_ = *beside;
+  }
   auto guard = PeerGuard::make(
       *control_, *view_, area_->words(), settings.banks,
       {.acknowledge = [this] { return acknowledge(); },
+       .isBeside = settings.maySkip,
        .endsOf = [proxy = area_->proxy()](
                      uint64_t ranks) { return proxy ? proxy->endsOf(ranks) : std::string(); },
        .onLoss =
@@ -88,7 +94,9 @@ PeerQueue::~PeerQueue() {
   if (!area_) return;
   // Replays that come later find the refusal on the device. An error shows below.
   if (order_.hasGraphs()) (void)acknowledge();
-  const Status over = accelerator_.synchronize(stream_);
+  Status over = accelerator_.synchronize(stream_);
+  if (beside_ && over.ok()) over = accelerator_.synchronize(*beside_);
+  if (beside_) accelerator_.destroyStream(*beside_);
   if (!over.ok()) {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);
@@ -102,7 +110,7 @@ PeerQueue::~PeerQueue() {
 
 Status PeerQueue::acknowledge() {
   kernels::AcknowledgeArguments arguments{area_->state()};
-  return accelerator_.launch(stream_,
+  return accelerator_.launch(beside_.value_or(stream_),
                              {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
 }
 
@@ -121,7 +129,8 @@ void PeerQueue::drain(Deadline deadline) const {
   if (guard_->usable().ok() && spansHosts()) area_->proxy()->flush(deadline);
 }
 
-kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline) const {
+kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline,
+                                      Clock::duration skipAfter) const {
   return {.state = area_->state(),
           .call = call,
           .decisionNs = recording_ ? decisionNs_ : decisionNs(deadline),
@@ -135,7 +144,9 @@ kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline) const {
           .inputs = {},
           .scratch = nullptr,
           .output = nullptr,
-          .isOfGraph = recording_.has_value()};
+          .isOfGraph = recording_.has_value(),
+          .isHeld = recording_.has_value() || beside_.has_value(),
+          .skipNs = uint64_t(std::chrono::nanoseconds(skipAfter).count())};
 }
 
 Result<uint64_t> PeerQueue::begin(const std::string& name, Deadline deadline) {

@@ -31,6 +31,7 @@ class PeerQueue {
     // Most bytes of them that a rank on another host needs. 0: all ranks must be on one host.
     size_t inboxBankBytes = 0;
     unsigned mostBlocks = 1;  // of a kernel, and so multiprocessors that it takes
+    bool maySkip = false;     // operations may skip ranks that are late
     std::chrono::milliseconds timeout{};
     // See PeerGuard::Functions. Null: none.
     std::function<void(uint64_t active)> onLoss = nullptr;
@@ -59,7 +60,10 @@ class PeerQueue {
   bool hasGraphs() const { return order_.hasGraphs(); }
 
   // An exchange of the next operation, for a call or for the graph that is being recorded.
-  kernels::Exchange exchange(uint32_t call, Deadline deadline) const;
+  // `skipAfter`: so long after its kernel has begun to wait, ranks that have not begun it are
+  // skipped. 0: none is.
+  kernels::Exchange exchange(uint32_t call, Deadline deadline,
+                             Clock::duration skipAfter = Clock::duration(0)) const;
   // Begins the next operation. Returns the call's number, and 0 for a graph.
   Result<uint64_t> begin(const std::string& name, Deadline deadline);
   // Enqueues the next kernel of the operation that has begun. An error ends the group.
@@ -107,8 +111,9 @@ class PeerQueue {
   std::unique_ptr<PeerGuard> guard_;
   ReplayOrder order_;
   std::optional<DeviceStream> recording_;
-  bool isOrdered_ = false;   // the graph that is recorded begins in the order of replays
-  uint64_t decisionNs_ = 0;  // see kernels::Exchange; of a graph's operation
+  std::optional<DeviceStream> beside_;  // stops kernels; none: `stream_` does
+  bool isOrdered_ = false;              // the graph that is recorded begins in the order of replays
+  uint64_t decisionNs_ = 0;             // see kernels::Exchange; of a graph's operation
   uint32_t mostBlocks_ = 1;
 };
 

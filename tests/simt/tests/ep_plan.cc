@@ -112,4 +112,18 @@ size_t EpPlan::bankBytes(bool ofInbox) const {
   return toLine(most);
 }
 
+void EpPlan::drawLates() {
+  constexpr uint64_t kTimes[] = {1'000'000, 8'000'000, 30'000'000, 90'000'000};
+  for (const EpRound& round : rounds)
+    for (int rank = 0; rank < shape.ranks; ++rank)
+      for (const unsigned operation : {0u, 1u})
+        if (drawOneIn(4)) lates.push_back({rank, round.number, operation, kTimes[draw(4)]});
+}
+
+uint64_t EpPlan::lateNs(int rank, uint32_t round, unsigned operation) const {
+  for (const Late& late : lates)
+    if (late.rank == rank && late.round == round && late.operation == operation) return late.ns;
+  return 0;
+}
+
 }  // namespace mooncake::kernels

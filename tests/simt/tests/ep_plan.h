@@ -28,6 +28,16 @@ struct EpPlan {
   size_t shift;           // channels by which tensors miss their alignment
   bool combines = true;   // false: there are dispatches only
   bool counts, measures;  // calls with added counts, and with waits
+  // A rank's stream is busy before a dispatch (of a round's two operations, 0) or its combine (1).
+  struct Late {
+    int rank;
+    uint32_t round;
+    unsigned operation;
+    uint64_t ns;
+  };
+  void drawLates();
+  uint64_t lateNs(int rank, uint32_t round, unsigned operation) const;
+  std::vector<Late> lates = {};
   std::vector<EpRound> rounds;
 
  private:

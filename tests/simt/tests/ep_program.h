@@ -21,6 +21,8 @@ class EpProgram {
   // Tokens of living ranks that lack a contribution, and combines that lack a rank of the dispatch.
   unsigned missing() const { return missing_; }
   unsigned lostBetween() const { return lostBetween_; }
+  // Operations of living ranks that were skipped in them.
+  unsigned skipped() const { return skipped_; }
   const RowPool& pool() const { return pool_; }
   // Microseconds that a rank waited for another, in all rounds.
   int64_t waited(int rank, int peer) const {
@@ -54,6 +56,7 @@ class EpProgram {
     return of_[size_t(rank)].rounds[round.number - 1];
   }
   void make(simt::World& world, const EpRound& round, int rank);
+  void callDelay(const EpRound& round, int rank, unsigned operation);
   void callDispatch(const EpRound& round, int rank);
   void callExperts(const EpRound& round, int rank);
   void callCombine(const EpRound& round, int rank);
@@ -65,6 +68,7 @@ class EpProgram {
   uint64_t ofDispatch(const EpRound& round) const;  // the ranks that take part in it
   unsigned char* answersOf(const EpRound& round, int rank);
   void checkDispatch(const EpRound& round, int rank, std::vector<int32_t>& added);
+  void checkSkipped(const EpMask& before, const EpMask& after, int rank);
   void checkRows(const EpRound& round, int rank, size_t local, const std::vector<Route>& routes);
   void checkCombine(const EpRound& round, int rank);
   void checkMask(const EpMask& before, const EpMask& after, uint64_t participants) const;
@@ -74,7 +78,7 @@ class EpProgram {
   const EpShape& shape_;
   const RowPool pool_;
   std::vector<Rank> of_;
-  unsigned missing_ = 0, lostBetween_ = 0;
+  unsigned missing_ = 0, lostBetween_ = 0, skipped_ = 0;
 };
 
 }  // namespace mooncake::kernels

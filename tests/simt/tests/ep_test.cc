@@ -36,20 +36,22 @@ GroupShape shapeOf(const EpPlan& plan, bool ofGraphs = false, const std::vector<
 
 struct Swept {
   unsigned wentOn = 0, took = 0;  // decisions of hosts
-  unsigned missing = 0, lostBetween = 0;
+  unsigned missing = 0, lostBetween = 0, skipped = 0;
 };
 
 // Draws programs by seeds and checks each. `disturb` may kill and stop ranks.
 template <typename Disturb>
 void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
-           bool ofGraphs = false, const std::vector<int>& hosts = {}) {
+           bool ofGraphs = false, const std::vector<int>& hosts = {}, uint64_t skipNs = 0) {
   const unsigned races = racesReported();
   for (uint64_t seed = 1; seed <= seedsOf(seeds); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     World world({.seed = seed, .starveFor = seed % 3 ? 16u : 0u});
     EpPlan plan(seed, ranks);
+    if (skipNs) plan.drawLates();
     GroupShape shape = shapeOf(plan, ofGraphs, hosts);
     shape.seed = seed;
+    shape.skipNs = skipNs;
     shape.ended = seed % 2 ? 0 : (uint64_t(1) << 32) - 2;
     VirtualGroup group(world, shape);
     EpProgram program(world, group, plan);
@@ -65,6 +67,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
       swept->took += group.decided(Decision::kTake);
       swept->missing += program.missing();
       swept->lostBetween += program.lostBetween();
+      swept->skipped += program.skipped();
     }
     ASSERT_EQ(racesReported(), races);
   }
@@ -85,7 +88,7 @@ constexpr auto kKillOne = [](World&, VirtualGroup& group, EpPlan& plan) {
 
 TEST(Ep, GoOnWithoutAKilledRank) {
   Swept swept;
-  for (int ranks = 2; ranks <= 4; ++ranks) sweep(ranks, 2 * kSeeds, kKillOne, &swept);
+  for (int ranks = 2; ranks <= 4; ++ranks) sweep(ranks, 4 * kSeeds, kKillOne, &swept);
   EXPECT_GT(swept.wentOn, 0u);
   EXPECT_GT(swept.missing, 0u);
   if (kFindsRaces) return;  // it runs few seeds
@@ -131,6 +134,25 @@ TEST(Ep, ReplaysGoOnWithoutKilledRanks) {
   if (!kFindsRaces) EXPECT_GT(swept.took, 0u);  // it runs few seeds
 }
 
+constexpr uint64_t kSkipNs = 5'000'000;
+
+TEST(Ep, SkipLateRanks) {
+  Swept swept;
+  for (int ranks = 2; ranks <= 5; ++ranks)
+    sweep(ranks, kSeeds, kNothing, &swept, ranks % 2, {}, kSkipNs);
+  EXPECT_GT(swept.skipped, 0u);
+  EXPECT_GT(swept.missing, 0u);
+}
+
+TEST(Ep, SkipLateRanksWithoutKilledOnes) {
+  Swept swept;
+  sweep(3, kSeeds, kKillOne, &swept, false, {}, kSkipNs);
+  sweep(4, kSeeds, kKillOneAndStopOne, &swept, true, {}, kSkipNs);
+  sweep(5, kSeeds, kKillTwo, &swept, false, {}, kSkipNs);
+  EXPECT_GT(swept.skipped, 0u);
+  EXPECT_GT(swept.wentOn, 0u);
+}
+
 const std::vector<int> kSplits[] = {{0, 1},    {0, 0, 1},    {0, 1, 1},
                                     {0, 1, 2}, {0, 0, 0, 1}, {0, 1, 0, 1}};
 
@@ -158,6 +180,12 @@ void disturbSplits(bool ofGraphs) {
   EXPECT_GT(swept.wentOn, 0u);
   EXPECT_GT(swept.missing, 0u);
   if (!kFindsRaces && !ofGraphs) EXPECT_GT(swept.took, 0u);  // they run few seeds
+}
+TEST(EpHosts, SkipLateRanks) {
+  Swept swept;
+  for (const auto& hosts : kSplits)
+    sweep(int(hosts.size()), (kSeeds + 1) / 2, kKillOne, &swept, false, hosts, kSkipNs);
+  EXPECT_GT(swept.skipped, 0u);
 }
 TEST(EpHosts, GoOnWithoutKilledRanks) { disturbSplits(false); }
 TEST(EpHosts, ReplaysGoOnWithoutKilledRanks) { disturbSplits(true); }

@@ -10,7 +10,8 @@
 namespace mooncake::kernels {
 namespace {
 constexpr int kCalls = 0, kReplays = 1, kProxy = 2;  // streams
-}
+constexpr int kMostAgreements = 64;
+}  // namespace
 
 VirtualGroup::VirtualGroup(simt::World& world, const GroupShape& shape)
     : world_(world), shape_(shape) {
@@ -94,13 +95,15 @@ void VirtualGroup::checkPushes() const {
   }
 }
 
-int VirtualGroup::stream() const { return shape_.ofGraphs ? kReplays : kCalls; }
+int VirtualGroup::stream() const { return isBeside() ? kReplays : kCalls; }
 
 Exchange VirtualGroup::complete(int rank, Exchange exchange) {
   Memory& own = *memory_[size_t(rank)];
   exchange.state = &own.state;
   exchange.decisionNs = shape_.decisionNs;
   exchange.isOfGraph = shape_.ofGraphs;
+  exchange.isHeld = isBeside();
+  exchange.skipNs = shape_.skipNs;
   ++own.called;
   return exchange;
 }
@@ -155,10 +158,10 @@ bool VirtualGroup::isOver() const {
   return true;
 }
 
-// Calls: the host's stop comes after them. Graphs: it comes at any time.
+// Calls: the host's stop comes after them. On a stream of its own, it comes at any time.
 void VirtualGroup::launchStops(int rank) {
   Memory* const own = memory_[size_t(rank)].get();
-  if (!shape_.ofGraphs) {
+  if (!isBeside()) {
     world_.launch(rank, kCalls, "acknowledge", {}, {}, 0, [own] {
       acknowledge(own->state);
       storeReleaseSystem(&own->isOver, 1);
@@ -166,7 +169,8 @@ void VirtualGroup::launchStops(int rank) {
     return;
   }
   world_.launch(rank, kReplays, "end", {}, {}, 0, [own] { storeReleaseSystem(&own->isOver, 1); });
-  for (uint32_t generation = 1; generation < uint32_t(shape_.ranks); ++generation) {
+  const auto most = uint32_t(shape_.skipNs ? kMostAgreements : shape_.ranks);
+  for (uint32_t generation = 1; generation < most; ++generation) {
     world_.launch(rank, kCalls, "acknowledge", {}, {}, 0, [own, generation] {
       while (loadRelaxedSystem(&own->host.stop) < generation) {
         if (loadAcquireSystem(&own->isHostOver)) return;
@@ -207,34 +211,54 @@ const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
 // that finds this decides for all. A rank that is killed later is lost in the next generation.
 const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   Agreement agreement{};
-  uint64_t hadAll = 0;
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     const Memory& theirs = *memory_[size_t(rank)];
-    // Nothing is left to stop. Beside graphs the host's stop itself may still be under way.
-    const bool isOver = loadAcquireSystem(shape_.ofGraphs ? &theirs.isHostOver : &theirs.isOver);
+    // Nothing is left to stop. The host's stop itself may still be under way beside the kernels.
+    const bool isOver = loadAcquireSystem(isBeside() ? &theirs.isHostOver : &theirs.isOver);
     if (!isOver && loadAcquireSystem(&theirs.host.stopped) < generation) return agreed(generation);
   }
   // If another host has decided, kernels may have stopped again, and write their words.
   if (const Agreement* const made = agreed(generation)) return made;
+  std::vector<PeerReport> reports(size_t(shape_.ranks));
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     agreement.active |= uint64_t(1) << rank;
-    const HostWords& host = memory_[size_t(rank)]->host;
-    agreement.lastOld = std::max(agreement.lastOld, host.done);
-    agreement.ended = std::max(agreement.ended, host.ended);
-    agreement.serial = std::max(agreement.serial, host.taken);
-    hadAll = std::max(hadAll, host.hadAll);
+    const Memory& theirs = *memory_[size_t(rank)];
+    const HostWords& host = theirs.host;
+    const bool isOver = loadAcquireSystem(isBeside() ? &theirs.isHostOver : &theirs.isOver);
+    reports[size_t(rank)] = {.done = host.done,
+                             .stoppedAt = isOver ? host.done : host.stoppedAt,
+                             .ended = isOver ? theirs.state.serial : host.ended,
+                             .taken = isOver ? theirs.state.serial : host.taken,
+                             .hadAll = host.hadAll,
+                             .skipped = theirs.skipped,
+                             .late = !isOver && isLate(rank) ? host.stoppedAt : 0};
   }
-  // As PeerGuard does.
-  agreement.serial =
-      serialAfterLoss(agreement.serial, hadAll ? hadAll : agreement.ended, shape_.banks);
+  for (int rank = 0; rank < shape_.ranks; ++rank)
+    agreement.verdicts.push_back(verdictFor(rank, agreement.active, reports, shape_.banks));
+  agreement.lastOld = agreement.verdicts[0].partial - 1;
+  agreement.among = agreement.verdicts[0].among;
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    const PeerVerdict& verdict = agreement.verdicts[size_t(rank)];
+    const bool isLevel = reports[size_t(rank)].done == agreement.lastOld;
+    if (has(agreement.active, rank) && (isLevel || verdict.decision == Decision::kTake))
+      agreement.serial = verdict.serial;
+  }
   {
     const simt::sanitizers::Ignored ignored;
-    if (agreements_.size() < generation) agreements_.push_back(agreement);
+    if (agreements_.size() < generation) agreements_.push_back(std::move(agreement));
   }
   simt::sanitizers::release(&agreements_);
   return agreed(generation);
+}
+
+// Whether the rank's kernel has waited for others for long enough to skip them.
+bool VirtualGroup::isLate(int rank) const {
+  const Memory& own = *memory_[size_t(rank)];
+  const uint64_t number = loadAcquireSystem(&own.host.waits);
+  return shape_.skipNs && number > loadRelaxedSystem(&own.host.done) && own.waits == number &&
+         now() - own.since > shape_.skipNs;
 }
 
 void VirtualGroup::runHost(int rank) {
@@ -255,13 +279,24 @@ void VirtualGroup::decideUntilOver(int rank) {
   while (!loadAcquireSystem(&own.isOver)) {
     look();
     if (isEvicted(rank)) return;
-    if (!hasLost()) {
+    const uint64_t waits = loadAcquireSystem(&host.waits);
+    if (waits != own.waits) own.since = now();
+    own.waits = waits;
+    {
+      const simt::sanitizers::Ignored ignored;
+      if (isLate(rank)) wanted_ = generation + 1;
+    }
+    const bool isWanted = [&] {
+      const simt::sanitizers::Ignored ignored;
+      return wanted_ == generation + 1;
+    }();
+    if (!hasLost() && !isWanted) {
       relax();
       continue;
     }
     storeRelaxedSystem(&host.stop, ++generation);
     while (loadAcquireSystem(&host.stopped) != generation) {
-      if (!shape_.ofGraphs && loadAcquireSystem(&own.isOver)) return;
+      if (!isBeside() && loadAcquireSystem(&own.isOver)) return;
       if (isEvicted(rank)) return;
       relax();
     }
@@ -270,15 +305,17 @@ void VirtualGroup::decideUntilOver(int rank) {
     while (!isEvicted(rank) && !(agreement = agree(generation))) relax();
     if (isEvicted(rank)) return;
     for (const uint64_t since = now(); now() < since + own.decisionDelayNs;) relax();
+    const PeerVerdict& verdict = agreement->verdicts[size_t(rank)];
     const uint64_t lost = ((uint64_t(1) << shape_.ranks) - 1) & ~agreement->active;
     while (!shape_.hostOf.empty() && !loadAcquireSystem(&own.isOver) && !own.proxy->end(lost))
       relax();
-    const bool isBehind = loadRelaxedSystem(&host.done) < agreement->lastOld;
-    host.active = active = agreement->active;
-    host.serial = agreement->serial;
-    const Decision decision = shape_.hosts == Hosts::kRefuse ? Decision::kRefuse
-                              : isBehind                     ? Decision::kTake
-                                                             : Decision::kGoOn;
+    host.active = active = verdict.active;
+    host.serial = verdict.serial;
+    host.partial = verdict.partial;
+    host.among = verdict.among;
+    host.skipped = own.skipped = verdict.skipped;
+    own.since = now();
+    const Decision decision = shape_.hosts == Hosts::kRefuse ? Decision::kRefuse : verdict.decision;
     {
       const simt::sanitizers::Ignored ignored;
       ++decided_[size_t(decision)];
@@ -290,9 +327,28 @@ void VirtualGroup::decideUntilOver(int rank) {
 
 uint64_t VirtualGroup::contributors(uint64_t number) const {
   uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
+  for (const Agreement& agreement : agreements_) {
+    if (number > agreement.lastOld) active = agreement.active;
+    if (number == agreement.lastOld + 1) active = agreement.among;
+  }
+  return active;
+}
+
+uint64_t VirtualGroup::members(uint64_t number) const {
+  uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
   for (const Agreement& agreement : agreements_)
     if (number > agreement.lastOld) active = agreement.active;
   return active;
+}
+
+unsigned VirtualGroup::skipped() const {
+  unsigned count = 0;
+  for (const Agreement& agreement : agreements_) {
+    const uint64_t number = agreement.lastOld + 1;
+    if (contributors(number) != agreement.among) continue;  // it was lost, or skipped again
+    count += unsigned(countOf(agreement.active & ~agreement.among));
+  }
+  return count;
 }
 
 uint64_t VirtualGroup::told(int rank, uint64_t number) const {

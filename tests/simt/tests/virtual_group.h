@@ -8,14 +8,15 @@
 #include <string>
 #include <vector>
 
+#include "collectives/peer/peer_verdict.h"
 #include "kernels/collectives.cuh"
 #include "tests/simt/world.h"
 #include "virtual_proxy.h"
 
 namespace mooncake::kernels {
 
-// A host that decides for a group of virtual ranks. When a rank is lost, each survivor's host stops
-// its kernels; the host that comes last decides for all.
+// A host that decides for a group of virtual ranks. When a rank is lost, or late where that may be
+// skipped, each survivor's host stops its kernels; the host that comes last decides for all.
 enum class Hosts : uint8_t {
   kNone,    // kernels get no decision
   kDecide,  // survivors go on
@@ -34,6 +35,7 @@ struct GroupShape {
   uint64_t ended = 0;  // operations before the first call, all of one block
   // Graphs launch the operations, on another stream than that on which hosts stop the kernels.
   bool ofGraphs = false;
+  uint64_t skipNs = 0;  // see Exchange; not 0: that stream is another one for calls, too
   // The host of each rank. Empty: all are on one. Ranks on several have proxies, which the seed
   // drives, and banks of so many bytes in inboxes. 0: as large as the others.
   std::vector<int> hostOf = {};
@@ -71,6 +73,10 @@ class VirtualGroup {
   unsigned decided(Decision decision) const { return decided_[size_t(decision)]; }
   // The ranks that took part in an operation, by the hosts' decisions.
   uint64_t contributors(uint64_t number) const;
+  // The ranks that were not lost by then: late ones may have been skipped.
+  uint64_t members(uint64_t number) const;
+  // How often a rank was skipped.
+  unsigned skipped() const;
   // The same, as kernels have told a rank's host.
   uint64_t told(int rank, uint64_t number) const;
   uint64_t ended() const { return shape_.ended; }
@@ -102,11 +108,14 @@ class VirtualGroup {
     uint32_t isOver = 0;  // all of the rank's kernels have ended
     uint32_t isHostOver = 0;
     uint64_t decisionDelayNs = 0;
+    uint64_t skipped = 0;           // as decided last
+    uint64_t waits = 0, since = 0;  // for late ranks: number of the operation, and begin
   };
   struct Agreement {
-    uint64_t lastOld;  // number of the last operation with the ranks before
-    uint64_t active;
-    uint64_t ended, serial;  // see HostWords; of all survivors
+    uint64_t lastOld = 0;  // number of the last operation with the ranks before
+    uint64_t active = 0;
+    uint64_t serial = 0, among = 0;     // see HostWords; those of the next operation
+    std::vector<PeerVerdict> verdicts;  // by rank
   };
 
   bool areRemote(int a, int b) const {
@@ -122,6 +131,8 @@ class VirtualGroup {
   void decideUntilOver(int rank);
   void launchStops(int rank);
   bool isLost(int rank) const;
+  bool isBeside() const { return shape_.ofGraphs || shape_.skipNs != 0; }
+  bool isLate(int rank) const;
   void look();
   const Agreement* agree(uint32_t generation);
   const Agreement* agreed(uint32_t generation) const;
@@ -135,6 +146,7 @@ class VirtualGroup {
   uint64_t missing_[kMaxRanks] = {};  // bits of ranks that kernels have told each host
   unsigned decided_[3] = {};
   std::deque<Agreement> agreements_;  // by generation, from 1 on
+  uint32_t wanted_ = 0;               // the agreement that a host wants, because ranks are late
 };
 
 }  // namespace mooncake::kernels
