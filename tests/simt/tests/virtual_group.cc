@@ -211,29 +211,33 @@ const VirtualGroup::Agreement* VirtualGroup::agreed(uint32_t generation) const {
 // that finds this decides for all. A rank that is killed later is lost in the next generation.
 const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   Agreement agreement{};
+  std::vector<bool> areOver(size_t(shape_.ranks));
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     const Memory& theirs = *memory_[size_t(rank)];
     // Nothing is left to stop. The host's stop itself may still be under way beside the kernels.
     const bool isOver = loadAcquireSystem(isBeside() ? &theirs.isHostOver : &theirs.isOver);
     if (!isOver && loadAcquireSystem(&theirs.host.stopped) < generation) return agreed(generation);
+    areOver[size_t(rank)] = isOver;
   }
   // If another host has decided, kernels may have stopped again, and write their words.
   if (const Agreement* const made = agreed(generation)) return made;
+  // From here on no other thread runs before the decision.
   std::vector<PeerReport> reports(size_t(shape_.ranks));
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     if (isLost(rank)) continue;
     agreement.active |= uint64_t(1) << rank;
     const Memory& theirs = *memory_[size_t(rank)];
     const HostWords& host = theirs.host;
-    const bool isOver = loadAcquireSystem(isBeside() ? &theirs.isHostOver : &theirs.isOver);
+    const bool isOver = areOver[size_t(rank)];
+    simt::sanitizers::acquire(&theirs.late);
     reports[size_t(rank)] = {.done = host.done,
                              .stoppedAt = isOver ? host.done : host.stoppedAt,
                              .ended = isOver ? theirs.state.serial : host.ended,
                              .taken = isOver ? theirs.state.serial : host.taken,
                              .hadAll = host.hadAll,
                              .skipped = theirs.skipped,
-                             .late = !isOver && isLate(rank) ? host.stoppedAt : 0};
+                             .late = !isOver && theirs.late == host.stoppedAt ? theirs.late : 0};
   }
   for (int rank = 0; rank < shape_.ranks; ++rank)
     agreement.verdicts.push_back(verdictFor(rank, agreement.active, reports, shape_.banks));
@@ -253,12 +257,15 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   return agreed(generation);
 }
 
-// Whether the rank's kernel has waited for others for long enough to skip them.
-bool VirtualGroup::isLate(int rank) const {
-  const Memory& own = *memory_[size_t(rank)];
+// Number of the operation in which the rank's kernel has waited long enough to skip others; 0: none.
+uint64_t VirtualGroup::lateOperation(int rank) {
+  Memory& own = *memory_[size_t(rank)];
   const uint64_t number = loadAcquireSystem(&own.host.waits);
-  return shape_.skipNs && number > loadRelaxedSystem(&own.host.done) && own.waits == number &&
-         now() - own.since > shape_.skipNs;
+  if (number != own.waits) own.since = now();
+  own.waits = number;
+  const bool isLate = shape_.skipNs && number > loadRelaxedSystem(&own.host.done) &&
+                      now() - own.since > shape_.skipNs;
+  return isLate ? number : 0;
 }
 
 void VirtualGroup::runHost(int rank) {
@@ -279,12 +286,10 @@ void VirtualGroup::decideUntilOver(int rank) {
   while (!loadAcquireSystem(&own.isOver)) {
     look();
     if (isEvicted(rank)) return;
-    const uint64_t waits = loadAcquireSystem(&host.waits);
-    if (waits != own.waits) own.since = now();
-    own.waits = waits;
-    {
+    own.late = lateOperation(rank);
+    if (own.late) {
       const simt::sanitizers::Ignored ignored;
-      if (isLate(rank)) wanted_ = generation + 1;
+      wanted_ = generation + 1;
     }
     const bool isWanted = [&] {
       const simt::sanitizers::Ignored ignored;
@@ -294,6 +299,7 @@ void VirtualGroup::decideUntilOver(int rank) {
       relax();
       continue;
     }
+    simt::sanitizers::release(&own.late);
     storeRelaxedSystem(&host.stop, ++generation);
     while (loadAcquireSystem(&host.stopped) != generation) {
       if (!isBeside() && loadAcquireSystem(&own.isOver)) return;

@@ -110,6 +110,7 @@ class VirtualGroup {
     uint64_t decisionDelayNs = 0;
     uint64_t skipped = 0;           // as decided last
     uint64_t waits = 0, since = 0;  // for late ranks: number of the operation, and begin
+    uint64_t late = 0;              // see PeerReport
   };
   struct Agreement {
     uint64_t lastOld = 0;  // number of the last operation with the ranks before
@@ -132,7 +133,7 @@ class VirtualGroup {
   void launchStops(int rank);
   bool isLost(int rank) const;
   bool isBeside() const { return shape_.ofGraphs || shape_.skipNs != 0; }
-  bool isLate(int rank) const;
+  uint64_t lateOperation(int rank);
   void look();
   const Agreement* agree(uint32_t generation);
   const Agreement* agreed(uint32_t generation) const;
