@@ -17,11 +17,18 @@ build() { # flavour, sanitizer
   cmake --build "$build" -j "$(nproc)" >"$build.log" 2>&1 || { tail -n 100 "$build.log"; exit 1; }
 }
 
+# Each core runs a share of the tests.
 run() { # flavour, then a command in front of the tests
-  local log=build/simt-$1.races
+  local log=build/simt-$1.races shards failed=0 pids=() i
+  shards=$(nproc)
   rm -f "$log".*
-  TSAN_OPTIONS=log_path=$log:${TSAN_OPTIONS-} "${@:2}" "build/simt-$1/simt_tests" --gtest_brief=1 ||
-    { echo "reports of the thread sanitizer: $log.*"; exit 1; }
+  for ((i = 0; i < shards; ++i)); do
+    TSAN_OPTIONS=log_path=$log:${TSAN_OPTIONS-} GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i \
+      "${@:2}" "build/simt-$1/simt_tests" --gtest_brief=1 &
+    pids+=($!)
+  done
+  for i in "${pids[@]}"; do wait "$i" || failed=1; done
+  [ $failed = 0 ] || { echo "reports of the thread sanitizer: $log.*"; exit 1; }
 }
 
 for flavour in "${flavours[@]}"; do
