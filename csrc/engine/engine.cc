@@ -227,6 +227,12 @@ EngineCounters Engine::counters() const {
   return now;
 }
 
+size_t Engine::cardCount() const {
+  size_t count = 0;
+  for (const auto& transport : transports_) count += transport->cardCount();
+  return count;
+}
+
 // Runs the task on the loop's thread; returns when it has run.
 void Engine::runOnLoop(std::function<void()> task) {
   if (loop_->onLoopThread()) return task();

@@ -118,6 +118,8 @@ class Engine {
   // they could write to must not be reused until this returns none of them.
   std::vector<std::shared_ptr<Peer>> lateWriters();
   EngineCounters counters() const;
+  // Returns the number of network cards that the engine has opened; 0 without any.
+  size_t cardCount() const;
   // Add to the bytes that counters() returns.
   void countRead(uint64_t bytes) { bytesRead_.fetch_add(bytes, std::memory_order_relaxed); }
   void countWritten(uint64_t bytes) { bytesWritten_.fetch_add(bytes, std::memory_order_relaxed); }

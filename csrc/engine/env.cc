@@ -67,6 +67,10 @@ constexpr EnvEntry<EngineEnv> kTable[] = {
       "for "
       "messages from these; 0: such messages take host memory"},
      numberInto<&EngineEnv::peerMessages, 0, uint64_t(1) << 40>},
+    {{"MOONCAKE_PROXY_THREADS", "0",
+      "Threads that post the commands of a group's kernels to other hosts, at most 64; 0: one for "
+      "each network card, at most 8. Never more than there are ranks on other hosts"},
+     numberInto<&EngineEnv::proxyThreads, 0, 64>},
     {{"MOONCAKE_SIM_SEED", "1", "Seed of the faults and delays of transport sim"},
      numberInto<&EngineEnv::simSeed, 0, UINT64_MAX>},
 };

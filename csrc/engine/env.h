@@ -25,6 +25,7 @@ struct EngineEnv {
   bool crossMemoryAttach = true;  // MOONCAKE_CMA=0 turns process_vm_readv off
   bool mapsDeviceMemory = false;  // MOONCAKE_CUDA_IPC
   size_t peerMessages = 0;        // MOONCAKE_PEER_MESSAGES: bytes, see MessagePools
+  size_t proxyThreads = 0;        // MOONCAKE_PROXY_THREADS: 0: see proxy::threadsFor()
   uint64_t simSeed = 1;           // MOONCAKE_SIM_SEED: seed of transport sim
   // No variables; FabricEnv::read() merges them: the required provider, the source of that demand
   // (for errors), and the names of the cards to use, if not all.

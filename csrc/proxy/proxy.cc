@@ -14,6 +14,7 @@ using kernels::ProxyEnd;
 namespace {
 
 constexpr uint32_t kMostSlots = 1u << 16;
+constexpr size_t kMostByCards = 8;  // threads of a host that has many cards for all its ranks
 constexpr uint32_t kMostThreads = 64;
 // A thread yields between looks until nothing has happened for so long, and longer while commands
 // are under way. Then it sleeps: kernels cannot wake it, so it looks again after a pause, which
@@ -47,6 +48,12 @@ Status check(const ProxyOptions& options, size_t regions) {
 }
 
 }  // namespace
+
+uint32_t threadsFor(const Engine& engine, uint32_t peers) {
+  const size_t setting = engine.env().proxyThreads;
+  const size_t wanted = setting != 0 ? setting : std::min(engine.cardCount(), kMostByCards);
+  return uint32_t(std::clamp<size_t>(wanted, 1, std::clamp<size_t>(peers, 1, kMostThreads)));
+}
 
 Result<std::unique_ptr<Proxy>> Proxy::create(std::shared_ptr<Engine> engine,
                                              std::vector<LocalRegion> regions,
@@ -97,6 +104,7 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
                                              " ranks"};
   }
   std::vector<Ring> rings(options_.ranks);
+  uint32_t count = 0;
   for (uint32_t rank = 0; rank < options_.ranks; ++rank) {
     // A kernel reaches its own rank's memory, and that of ranks without a ring, without the engine.
     if (rank == options_.rank || descriptions[rank].empty()) {
@@ -112,13 +120,14 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
                                         " is not connected, or has other numbers of ranks or " +
                                         "signal words: use the same options on all ranks"};
     }
+    rings[rank].thread = count++ % options_.threads;
     rings[rank].commands = std::make_unique<PeerCommands>(
         options_.rank, rank, peers[rank],
         CommandRing(memory_->slotsOf(rank), memory_->countsOf(rank)), sources_, std::move(*targets),
-        PeerLimits{.timeout = options_.timeout}, &(*bells_)[rank % options_.threads]);
+        PeerLimits{.timeout = options_.timeout}, &(*bells_)[rings[rank].thread]);
   }
   rings_ = std::move(rings);
-  for (uint32_t i = 0; i < options_.threads; ++i) {
+  for (uint32_t i = 0; i < std::min(options_.threads, count); ++i) {
     auto thread = startThread("mooncake-proxy", [this, i] { run(i); });
     if (!thread.ok()) return thread.status();
     threads_.push_back(std::move(*thread));
@@ -194,8 +203,8 @@ void Proxy::close() {
 
 void Proxy::run(uint32_t thread) {
   std::vector<uint32_t> ranks;
-  for (uint32_t rank = thread; rank < options_.ranks; rank += options_.threads)
-    if (rings_[rank].commands) ranks.push_back(rank);
+  for (uint32_t rank = 0; rank < options_.ranks; ++rank)
+    if (rings_[rank].commands && rings_[rank].thread == thread) ranks.push_back(rank);
   auto changed = Clock::now();
   while (stopping_.generation() == 0) {
     const auto now = Clock::now();

@@ -28,7 +28,8 @@ struct ProxyOptions {
   uint32_t ranks = 1;
   uint32_t slots = 1024;       // of each peer's ring; a power of two
   uint32_t signalWords = 256;  // that each rank can count up at each other rank
-  uint32_t threads = 1;        // that post commands; each serves a part of the peers
+  // Number of threads that post commands, each for a part of the peers. See threadsFor().
+  uint32_t threads = 1;
   // A peer that has not taken a command after so long loses its ring.
   std::chrono::milliseconds timeout{10'000};
   std::chrono::milliseconds kernelTimeout{10'000};  // longest wait of a thread of a kernel
@@ -36,6 +37,10 @@ struct ProxyOptions {
   Accelerator* accelerator = nullptr;  // of the kernels that push; null: see ProxyMemory
   std::span<std::byte> tickets = {};   // see ProxyMemory::create()
 };
+
+// Returns the number of threads for a proxy to this many peers: the engine's setting, else one for
+// each network card of it, at most eight. At least one, and at most one for each peer.
+uint32_t threadsFor(const Engine& engine, uint32_t peers);
 
 // Lets kernels write to peers that only the engine reaches. Kernels push commands into rings in
 // pinned memory (kernels/proxy/proxy.cuh), and threads of the host give them to the engine. It is
@@ -85,6 +90,7 @@ class Proxy {
   // The ring of a rank. No commands: it is this rank, or attach() has failed.
   struct Ring {
     std::unique_ptr<PeerCommands> commands;
+    uint32_t thread = 0;  // that drives it
   };
   Proxy(std::shared_ptr<Engine> engine, std::vector<LocalRegion> regions, ProxyOptions options)
       : engine_(std::move(engine)), sources_(std::move(regions)), options_(options) {}

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <thread>
 #include <utility>
 
@@ -52,17 +53,19 @@ Result<std::unique_ptr<PeerProxy>> PeerProxy::make(Group& group, Settings settin
 Status PeerProxy::create(Group& group) {
   using namespace std::chrono;
   const auto timeout = ceil<milliseconds>(settings_.timeout);
-  auto made =
-      proxy::Proxy::create(group.window().sharedEngine(),
-                           {{settings_.own, settings_.owner}, {settings_.inboxes, settings_.owner}},
-                           {.rank = uint32_t(group.rank()),
-                            .ranks = uint32_t(group.size()),
-                            .signalWords = kernels::kMaxRemoteBlocks,
-                            .timeout = timeout,
-                            .kernelTimeout = timeout,
-                            .endLevel = LogLevel::kInfo,
-                            .accelerator = settings_.owner.accelerator,
-                            .tickets = settings_.tickets});
+  const auto engine = group.window().sharedEngine();
+  const uint32_t threads = proxy::threadsFor(*engine, uint32_t(std::popcount(settings_.remote)));
+  auto made = proxy::Proxy::create(
+      engine, {{settings_.own, settings_.owner}, {settings_.inboxes, settings_.owner}},
+      {.rank = uint32_t(group.rank()),
+       .ranks = uint32_t(group.size()),
+       .signalWords = kernels::kMaxRemoteBlocks,
+       .threads = threads,
+       .timeout = timeout,
+       .kernelTimeout = timeout,
+       .endLevel = LogLevel::kInfo,
+       .accelerator = settings_.owner.accelerator,
+       .tickets = settings_.tickets});
   if (!made.ok()) return made.error();
   proxy_ = std::move(*made);
   memory_ = proxy_->memory();

@@ -109,6 +109,8 @@ class Transport {
     done({ErrorCode::kUnsupported, "this wire does not connect again"});
   }
   virtual CardCounters cardCounters() const { return {}; }
+  // Returns the number of network cards that the wire's data go over; 0 if it uses none.
+  virtual size_t cardCount() const { return 0; }
   // Stops listening and closes the accepted connections. Handshakes under way may still end on the
   // loop, so stop the loop before destroying the transport.
   virtual void shutdown() = 0;

@@ -9,7 +9,8 @@ bool areSame(const EngineEnv& a, const EngineEnv& b) {
   return a.transports == b.transports && a.hostIp == b.hostIp && a.jobKey == b.jobKey &&
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.crossMemoryAttach == b.crossMemoryAttach && a.mapsDeviceMemory == b.mapsDeviceMemory &&
-         a.peerMessages == b.peerMessages && a.simSeed == b.simSeed;
+         a.peerMessages == b.peerMessages && a.proxyThreads == b.proxyThreads &&
+         a.simSeed == b.simSeed;
 }
 
 class EngineEnvTest : public test::EnvTest<EngineEnv> {};
@@ -23,6 +24,7 @@ const test::Values kGood = {
     {"MOONCAKE_CMA", "0"},
     {"MOONCAKE_CUDA_IPC", "1"},
     {"MOONCAKE_PEER_MESSAGES", "1048576"},
+    {"MOONCAKE_PROXY_THREADS", "3"},
     {"MOONCAKE_SIM_SEED", "7"},
 };
 
@@ -40,6 +42,7 @@ TEST_F(EngineEnvTest, ReadsTheValues) {
   EXPECT_FALSE(env->crossMemoryAttach);
   EXPECT_TRUE(env->mapsDeviceMemory);
   EXPECT_EQ(env->peerMessages, size_t{1} << 20);
+  EXPECT_EQ(env->proxyThreads, 3u);
   EXPECT_EQ(env->simSeed, 7u);
 }
 
@@ -57,6 +60,7 @@ TEST_F(EngineEnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
   expectRefused("MOONCAKE_CMA", "yes");
   expectRefused("MOONCAKE_CUDA_IPC", "yes");
   expectRefused("MOONCAKE_PEER_MESSAGES", "1M");
+  expectRefused("MOONCAKE_PROXY_THREADS", "65");
 }
 
 TEST_F(EngineEnvTest, AShortKeyIsRefusedAndStandsInNoMessage) {

@@ -112,7 +112,7 @@ INSTANTIATE_TEST_SUITE_P(All, ProxyFaults, ::testing::Values("tcp", "fabric", "s
                          [](const auto& info) { return std::string(info.param); });
 
 TEST_P(ProxyFaults, AKilledPeerEndsItsRing) {
-  start({.slots = 16, .timeout = 20s, .kernelTimeout = 60s});
+  start({.slots = 16, .threads = 2, .timeout = 20s, .kernelTimeout = 60s});
   pushWhile([&] { child(1).kill(); }, 300);
   EXPECT_EQ(last, ProxyResult::kEnded);
   EXPECT_EQ(failures, 0u);

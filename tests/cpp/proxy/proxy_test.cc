@@ -26,13 +26,14 @@ void fill(Bytes& memory, uint64_t seed) {
   std::copy(data.begin(), data.end(), memory.begin());
 }
 
-// Threads of blocks push commands of many sizes to two peers, with and without signals. The peers'
-// kernels wait for the signals and then find the data.
+// Threads of blocks push commands of many sizes to two peers, with and without signals. Each peer
+// has a thread of the host. The peers' kernels wait for the signals and then find the data.
 TEST_P(ProxyWires, CommandsArriveWithTheirSignals) {
   constexpr unsigned kThreads = 12, kEach = 9, kWords = 4;
   constexpr size_t kRoom = kRegionBytes / (kThreads * kEach) / 64 * 64;
   auto ranks = makeRanks(
-      GetParam(), 3, {.slots = 16, .signalWords = kWords, .timeout = 60s, .kernelTimeout = 60s});
+      GetParam(), 3,
+      {.slots = 16, .signalWords = kWords, .threads = 2, .timeout = 60s, .kernelTimeout = 60s});
   fill(ranks[0]->source, 5);
   const kernels::ProxyView view = ranks[0]->proxy->view();
   const auto bytesOf = [](size_t place) { return place % 5 == 0 ? kRoom : place % 7 * 40; };
@@ -188,7 +189,7 @@ TEST_P(ProxyWrongCommands, EndTheirRing) {
 TEST_P(ProxyWires, TheHostFlushes) {
   constexpr unsigned kThreads = 8;
   constexpr size_t kBytes = kRegionBytes / kThreads;
-  auto ranks = makeRanks(GetParam(), 3, {.timeout = 60s, .kernelTimeout = 60s});
+  auto ranks = makeRanks(GetParam(), 3, {.threads = 2, .timeout = 60s, .kernelTimeout = 60s});
   fill(ranks[0]->source, 9);
   const kernels::ProxyView view = ranks[0]->proxy->view();
   const auto push = [&] {
@@ -293,6 +294,73 @@ TEST_P(ProxyWires, AnEndedRingReadsItsSourceNoMore) {
     EXPECT_TRUE(ranks[0]->proxy->end(1, Deadline::after(0s)).ok());
     EXPECT_TRUE(ranks[0]->proxy->end(0, Deadline::after(0s)).ok());
   }
+}
+
+// Each thread has about as many rings, whichever ranks have one. No thread is idle.
+TEST(ProxyThreads, ShareThePeers) {
+  constexpr uint32_t kRanks = 6;
+  const ProxyOptions options{.ranks = kRanks, .threads = 3, .timeout = 60s, .kernelTimeout = 60s};
+  std::vector<std::unique_ptr<ProxyRank>> ranks;
+  std::vector<std::shared_ptr<Peer>> peers;
+  std::vector<Bytes> descriptions;
+  for (uint32_t rank = 0; rank < kRanks; ++rank) {
+    ranks.push_back(std::make_unique<ProxyRank>("tcp"));
+    ProxyOptions theirs = options;
+    theirs.rank = rank;
+    ranks.back()->create(theirs);
+    const bool hasRing = rank % 2 == 1;
+    descriptions.push_back(hasRing ? ranks.back()->proxy->describe() : Bytes());
+    peers.push_back(
+        hasRing ? ranks[0]->open(ranks.back()->engine->endpoint(), "rank " + std::to_string(rank))
+                : nullptr);
+  }
+  fill(ranks[0]->source, 4);
+  ASSERT_TRUE(ranks[0]->proxy->attach(peers, descriptions).ok());
+  EXPECT_EQ(threadsNamed("mooncake-proxy"), 3u);
+  const kernels::ProxyView view = ranks[0]->proxy->view();
+  runKernel(1, kRanks, [&] {
+    const uint32_t peer = threadIdx.x;
+    if (peer % 2 == 0) return;
+    EXPECT_EQ(kernels::put(view, peer, {0, 1, 0, 0, kRegionBytes, 0}).result, ProxyResult::kDone);
+    EXPECT_EQ(kernels::flush(view, peer), ProxyResult::kDone);
+  });
+  for (const uint32_t peer : {1u, 3u, 5u}) EXPECT_EQ(ranks[peer]->target, ranks[0]->source);
+  ranks[0]->proxy->close();
+  EXPECT_EQ(threadsNamed("mooncake-proxy"), 0u);
+  // One peer has one thread.
+  const auto pair = makeRanks("tcp", 2, {.threads = 3});
+  EXPECT_EQ(threadsNamed("mooncake-proxy"), 1u);
+}
+
+TEST(ProxyThreads, AreAsManyAsTheCards) {
+  const auto engineWith = [](std::vector<std::string> wires, std::vector<std::string> cards,
+                             size_t setting) {
+    EngineOptions options{
+        .jobKey = Bytes(32, std::byte{1}), .logName = "test", .arenaBytes = size_t(1) << 30};
+    options.env.transports = std::move(wires);
+    options.env.hostIp = "127.0.0.1";
+    options.env.proxyThreads = setting;
+    options.env.fabricProvider = "tcp;ofi_rxm";
+    options.env.fabricProviderWish = "this test";
+    options.env.fabricDevices = std::move(cards);
+    auto made = Engine::create(std::move(options));
+    EXPECT_TRUE(made.ok()) << made.error().message;
+    return made.ok() ? *made : nullptr;
+  };
+  const auto none = engineWith({"tcp"}, {}, 0);
+  ASSERT_TRUE(none);
+  EXPECT_EQ(none->cardCount(), 0u);
+  EXPECT_EQ(threadsFor(*none, 8), 1u);
+  const auto two = engineWith({"fabric"}, {"127.0.0.1", "127.0.0.2"}, 0);
+  ASSERT_TRUE(two);
+  EXPECT_EQ(two->cardCount(), 2u);
+  EXPECT_EQ(threadsFor(*two, 8), 2u);
+  EXPECT_EQ(threadsFor(*two, 1), 1u);
+  EXPECT_EQ(threadsFor(*two, 0), 1u);
+  const auto told = engineWith({"tcp"}, {}, 5);
+  ASSERT_TRUE(told);
+  EXPECT_EQ(threadsFor(*told, 8), 5u);
+  EXPECT_EQ(threadsFor(*told, 3), 3u);
 }
 
 TEST(ProxyOptionsTest, AreChecked) {

@@ -48,6 +48,7 @@ class FabricTransport final : public Transport {
   void reconnect(const EngineId& peer, const std::shared_ptr<Channel>& channel, ByteView endpoint,
                  Deadline deadline, std::function<void(Status)> done) override;
   CardCounters cardCounters() const override;
+  size_t cardCount() const override { return rails_->count(); }
   void shutdown() override;
 
  private:
