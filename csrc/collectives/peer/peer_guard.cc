@@ -66,6 +66,9 @@ Result<std::unique_ptr<PeerGuard>> PeerGuard::make(Group& control, ViewFeed& vie
   control.engine().openTopic(
       control.topic() + 1,
       [guard = guard.get()](const EngineId&, ByteView message) { guard->onCalled(message); });
+  control.watchReconnects([guard = guard.get()](int rank) {
+    guard->call(rank, guard->calls_.load(std::memory_order_acquire));
+  });
   return guard;
 }
 
@@ -82,6 +85,7 @@ PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, 
 
 PeerGuard::~PeerGuard() {
   view_.listen(nullptr);
+  control_.watchReconnects(nullptr);
   control_.engine().closeTopic(control_.topic() + 1);
   {
     std::lock_guard lock(mutex_);
@@ -179,8 +183,9 @@ void PeerGuard::run() {
       Status fine = failureOfKernels();
       // The rank is out of the job, or its side is too small to go on: no view tells that.
       if (fine.ok()) fine = control_.usable();
-      if (fine.ok() && (hasLost() || isCalled() || lateOperation() != 0)) {
-        settle(lock);
+      const uint64_t late = fine.ok() ? lateOperation() : 0;
+      if (fine.ok() && (hasLost() || isCalled() || late != 0)) {
+        settle(lock, late);
         continue;
       }
       if (fine.ok()) fine = checkTimeouts(lock);
@@ -203,22 +208,27 @@ Status PeerGuard::checkTimeouts(std::unique_lock<std::mutex>& lock) {
 // Number of the operation in which this rank wants to skip others that are late; 0: none.
 uint64_t PeerGuard::lateOperation() {
   const uint64_t number = read(words_.waits);
-  if (number <= done()) return 0;
+  if (number <= done() || number == settled_) return 0;
   if (number != waiting_.number) waiting_ = {number, Clock::now()};
   const auto patience =
       std::chrono::nanoseconds(std::atomic_ref(words_.skipNs).load(std::memory_order_relaxed));
   return Clock::now() - waiting_.since > patience ? number : 0;
 }
 
-// Has the other guards take part in the next agreement. Wire form: u64 its number.
-void PeerGuard::callOthers() const {
-  ByteWriter call;
-  const Bytes message = call.put(rounds_ + 1).take();
-  for (int rank = 0; rank < control_.size(); ++rank) {
-    const auto& peer = control_.window().peer(rank);
-    if (peer && active_ >> rank & 1)
-      (void)control_.engine().send(*peer, control_.topic() + 1, message);
-  }
+// Has the other guards take part in the next agreement.
+void PeerGuard::callOthers() {
+  calls_.store(rounds_ + 1, std::memory_order_release);
+  for (int rank = 0; rank < control_.size(); ++rank)
+    if (active_ >> rank & 1) call(rank, rounds_ + 1);
+}
+
+// Wire form: u64 the agreement's number. A connection that breaks may lose the message, so it is
+// sent again on the next one.
+void PeerGuard::call(int rank, uint64_t round) const {
+  ByteWriter message;
+  const auto& peer = control_.window().peer(rank);
+  if (peer && round != 0)
+    (void)control_.engine().send(*peer, control_.topic() + 1, message.put(round).take());
 }
 
 // Runs on the loop's thread.
@@ -272,9 +282,8 @@ Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadl
 }
 
 // Agrees with the other guards on how kernels go on, without ranks that are lost or late.
-void PeerGuard::settle(std::unique_lock<std::mutex>& lock) {
+void PeerGuard::settle(std::unique_lock<std::mutex>& lock, uint64_t late) {
   const Deadline deadline = Deadline::after(timeout_);
-  const uint64_t late = lateOperation();
   if (late != 0) callOthers();
   const Status stopped = stopKernels(lock, deadline);
   if (!stopped.ok()) return refuse(stopped.error());
@@ -306,6 +315,8 @@ void PeerGuard::settle(std::unique_lock<std::mutex>& lock) {
   const PeerVerdict verdict = verdictFor(control_.rank(), active, reports, banks_);
   skipped_ = verdict.skipped;
   waiting_ = {};
+  // All that are left have begun it.
+  if (verdict.skips) settled_ = verdict.partial;
   decide(verdict);
 }
 

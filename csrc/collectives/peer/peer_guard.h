@@ -119,9 +119,10 @@ class PeerGuard {
   bool hasLost() const { return (active_ & ~view_.active()) != 0; }
   uint64_t lateOperation();
   bool isCalled() const { return calledFor_.load(std::memory_order_acquire) == rounds_ + 1; }
-  void callOthers() const;
+  void callOthers();
+  void call(int rank, uint64_t round) const;
   void onCalled(ByteView message);
-  void settle(std::unique_lock<std::mutex>& lock);
+  void settle(std::unique_lock<std::mutex>& lock, uint64_t late);
   Status stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline);
   void decide(const PeerVerdict& verdict);
   void refuse(Error why);
@@ -144,12 +145,14 @@ class PeerGuard {
   uint64_t active_;                      // as agreed last
   std::map<uint64_t, uint64_t> epochs_;  // of views, by the bits of their ranks
   uint64_t skipped_ = 0;                 // as decided last; see kernels::HostWords
+  uint64_t settled_ = 0;                 // an operation that has gone on without late ranks
   uint64_t rounds_ = 0;                  // agreements, the same on all ranks
   uint32_t generation_ = 0;              // of decisions
   bool isArmed_ = false;
   bool isStopping_ = false;
   std::optional<Error> failure_;
   std::atomic<uint64_t> calledFor_{0};  // the last agreement to which another rank has called
+  std::atomic<uint64_t> calls_{0};      // and the last one to which this rank has called
   std::thread thread_;
 };
 

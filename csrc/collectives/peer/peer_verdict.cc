@@ -42,7 +42,7 @@ PeerVerdict verdictFor(int rank, uint64_t active, std::span<const PeerReport> re
     return report.skipped > last || (skips && report.stoppedAt != last + 1);
   };
 
-  PeerVerdict verdict{.active = active, .partial = last + 1};
+  PeerVerdict verdict{.active = active, .partial = last + 1, .skips = skips};
   bool hasSkipped = false;
   for (size_t r = 0; r < reports.size(); ++r) {
     if (!isActive(r)) continue;
@@ -60,7 +60,7 @@ PeerVerdict verdictFor(int rank, uint64_t active, std::span<const PeerReport> re
   // others' inboxes by ranks that are out and run. Of three banks, those ranks may also read the
   // one before it (kernels/exchange.cuh). So the next exchange has the bank after it.
   if (hadAll && !hasSkipped) ended = hadAll;
-  verdict.serial = kernels::serialAfterLoss(taken, ended, banks);
+  verdict.serial = kernels::serialAfterLoss(std::max(taken, ended), ended, banks);
 
   const PeerReport& own = reports[size_t(rank)];
   verdict.skipped = isSkipped(own) ? last + 1 : own.skipped;

@@ -19,6 +19,7 @@ struct PeerVerdict {
   kernels::Decision decision = kernels::Decision::kGoOn;
   // See kernels::HostWords.
   uint64_t active = 0, serial = 0, partial = 0, among = 0, skipped = 0;
+  bool skips = false;  // in operation `partial`, by this verdict
 };
 
 // The verdict for a rank, which all ranks find from the same reports: those of the `active` ranks

@@ -129,5 +129,24 @@ TEST(PeerVerdict, SkippedRanksEndAnOperationWhenTheOthersAreLost) {
   }
 }
 
+TEST(PeerVerdict, SerialNumbersDoNotFallWhenTheOthersAreLost) {
+  // Rank 0 did operations 1 to 3 without rank 1, and is gone. Rank 1 has since come to the end of
+  // operation 1, in exchange 7.
+  const std::vector<PeerReport> reports{
+      stoppedIn(4), {.done = 1, .stoppedAt = 1, .ended = 7, .taken = 7, .skipped = 3}};
+  const PeerVerdict verdict = verdictFor(1, 0b10, reports, 2);
+  EXPECT_EQ(verdict.decision, Decision::kGoOn);
+  EXPECT_EQ(verdict.partial, 4u);
+  EXPECT_EQ(verdict.skipped, 3u);
+  EXPECT_GE(verdict.serial, 7u);
+}
+
+TEST(PeerVerdict, TellsWhetherItSkips) {
+  std::vector<PeerReport> reports{stoppedIn(5), endedAll(4)};
+  EXPECT_FALSE(verdicts(0b11, reports, 2)[0].skips);
+  reports[0].late = 5;
+  EXPECT_TRUE(verdicts(0b11, reports, 2)[0].skips);
+}
+
 }  // namespace
 }  // namespace mooncake

@@ -263,7 +263,8 @@ uint64_t VirtualGroup::lateOperation(int rank) {
   const uint64_t number = loadAcquireSystem(&own.host.waits);
   if (number != own.waits) own.since = now();
   own.waits = number;
-  const bool isLate = shape_.skipNs && number > loadRelaxedSystem(&own.host.done) &&
+  const bool isLate = shape_.skipNs && number != own.settled &&
+                      number > loadRelaxedSystem(&own.host.done) &&
                       now() - own.since > shape_.skipNs;
   return isLate ? number : 0;
 }
@@ -321,6 +322,7 @@ void VirtualGroup::decideUntilOver(int rank) {
     host.among = verdict.among;
     host.skipped = own.skipped = verdict.skipped;
     own.since = now();
+    if (verdict.skips) own.settled = verdict.partial;
     const Decision decision = shape_.hosts == Hosts::kRefuse ? Decision::kRefuse : verdict.decision;
     {
       const simt::sanitizers::Ignored ignored;

@@ -111,6 +111,7 @@ class VirtualGroup {
     uint64_t skipped = 0;           // as decided last
     uint64_t waits = 0, since = 0;  // for late ranks: number of the operation, and begin
     uint64_t late = 0;              // see PeerReport
+    uint64_t settled = 0;           // an operation that has gone on without late ranks
   };
   struct Agreement {
     uint64_t lastOld = 0;  // number of the last operation with the ranks before
