@@ -123,13 +123,13 @@ void sleepWhileFull(const ProxyView& view, uint32_t peer) {
 }
 
 int queue(double seconds) {
-  const auto memory = orDie(ProxyMemory::create(nullptr, 1, 1024, 1, {}));
+  const auto memory = orDie(ProxyMemory::create(nullptr, 1, 1024, 1, {}, {}));
   ProxyView view = memory->view();
   view.timeoutNs = 10'000'000'000;
   for (const unsigned producers : {1u, 4u}) {
     std::atomic<bool> isOver{false};
     std::atomic<uint64_t> taken{0};
-    CommandRing ring(memory->slotsOf(0), memory->countsOf(0));
+    CommandRing ring = memory->ringOf(0);
     std::thread taker([&] {
       kernels::ProxyCommand one;
       while (!isOver) {

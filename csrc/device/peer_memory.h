@@ -33,6 +33,13 @@ class PeerMemory {
   // Takes memory of either function out of this process. No work that uses it may run.
   virtual Status unmapShared(std::span<std::byte> memory) = 0;
 
+  // Maps memory of allocateShared() for stores of the host as well. Kernels see them in their order
+  // if the host calls drainStores() (base/stores.h) after each. For kUnsupported, the text says why
+  // there is no way.
+  virtual Result<std::span<std::byte>> mapForHost(std::span<std::byte> memory) = 0;
+  // Takes it away from the host, before unmapShared().
+  virtual void unmapForHost(std::span<std::byte> mapped) = 0;
+
   // Whether work of `device` reaches memory of `peer`, both of them devices of this process.
   virtual Result<bool> canAccessPeer(int device, int peer) = 0;
 };

@@ -2,14 +2,14 @@
 
 #include <atomic>
 
+#include "base/stores.h"
+
 namespace mooncake::proxy {
-namespace {
 
-void store(uint32_t& word, uint32_t value) {
+void CommandRing::store(uint32_t& word, uint32_t value) {
   std::atomic_ref(word).store(value, std::memory_order_release);
+  if (areCountsMapped_) drainStores();
 }
-
-}  // namespace
 
 bool CommandRing::hasNext() const {
   auto& slot = slots_[taken_ & (slots_.size() - 1)];

@@ -11,9 +11,15 @@ namespace mooncake::proxy {
 // how many of them it has taken and completed. One thread.
 class CommandRing {
  public:
-  // The number of slots is a power of two. The ring goes on from the counts. Both must outlive it.
-  CommandRing(std::span<kernels::ProxyCommand> slots, kernels::ProxyCounts& counts)
-      : slots_(slots), counts_(&counts), taken_(counts.taken), completed_(counts.completed) {}
+  // The number of slots is a power of two. The ring goes on from the counts, which may be in memory
+  // of a device that is mapped here. Both must outlive it.
+  CommandRing(std::span<kernels::ProxyCommand> slots, kernels::ProxyCounts& counts,
+              bool areCountsMapped = false)
+      : slots_(slots),
+        counts_(&counts),
+        areCountsMapped_(areCountsMapped),
+        taken_(counts.taken),
+        completed_(counts.completed) {}
 
   // Returns whether a kernel has written the next command whole.
   bool hasNext() const;
@@ -27,8 +33,11 @@ class CommandRing {
   void end(kernels::ProxyEnd why);
 
  private:
+  void store(uint32_t& word, uint32_t value);
+
   std::span<kernels::ProxyCommand> slots_;
   kernels::ProxyCounts* counts_;
+  bool areCountsMapped_;
   uint32_t taken_;
   uint32_t completed_;
 };

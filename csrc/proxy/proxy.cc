@@ -61,9 +61,15 @@ Result<std::unique_ptr<Proxy>> Proxy::create(std::shared_ptr<Engine> engine,
   MOONCAKE_TRY(check(options, regions.size()));
   std::unique_ptr<Proxy> made(new Proxy(std::move(engine), std::move(regions), options));
   auto memory = ProxyMemory::create(options.accelerator, options.ranks, options.slots,
-                                    options.signalWords, options.tickets);
+                                    options.signalWords, options.tickets, options.counts);
   if (!memory.ok()) return memory.error();
   made->memory_ = std::move(*memory);
+  if (const Status& mapped = made->memory_->countsMapped(); !mapped.ok() && !options.counts.empty())
+    log(LogLevel::kInfo, made->engine_->logName(),
+        "rank " + std::to_string(options.rank) +
+            ", proxy: kernels look for its answers in memory of the host, because the host cannot "
+            "write the device's: " +
+            mapped.error().message);
   MOONCAKE_TRY(made->registerRegions());
   made->bells_ = std::make_shared<std::deque<Doorbell>>(options.threads);
   made->flushed_ = std::make_unique<std::atomic<uint32_t>[]>(options.threads);
@@ -108,7 +114,7 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
   for (uint32_t rank = 0; rank < options_.ranks; ++rank) {
     // A kernel reaches its own rank's memory, and that of ranks without a ring, without the engine.
     if (rank == options_.rank || descriptions[rank].empty()) {
-      CommandRing(memory_->slotsOf(rank), memory_->countsOf(rank)).end(ProxyEnd::kFailed);
+      memory_->ringOf(rank).end(ProxyEnd::kFailed);
       continue;
     }
     const std::string name = "rank " + std::to_string(rank);
@@ -122,8 +128,7 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
     }
     rings[rank].thread = count++ % options_.threads;
     rings[rank].commands = std::make_unique<PeerCommands>(
-        options_.rank, rank, peers[rank],
-        CommandRing(memory_->slotsOf(rank), memory_->countsOf(rank)), sources_, std::move(*targets),
+        options_.rank, rank, peers[rank], memory_->ringOf(rank), sources_, std::move(*targets),
         PeerLimits{.timeout = options_.timeout}, &(*bells_)[rings[rank].thread]);
   }
   rings_ = std::move(rings);

@@ -36,6 +36,7 @@ struct ProxyOptions {
   LogLevel endLevel = LogLevel::kWarning;           // of lines about rings that have ended
   Accelerator* accelerator = nullptr;  // of the kernels that push; null: see ProxyMemory
   std::span<std::byte> tickets = {};   // see ProxyMemory::create()
+  std::span<std::byte> counts = {};    // the same
 };
 
 // Returns the number of threads for a proxy to this many peers: the engine's setting, else one for

@@ -4,6 +4,8 @@
 #include <new>
 #include <string>
 
+#include "device/peer_memory.h"
+
 namespace mooncake::proxy {
 
 using kernels::ProxyCommand;
@@ -26,18 +28,25 @@ Result<std::span<std::byte>> allocate(Accelerator* accelerator, size_t bytes) {
   return std::span(memory, bytes);
 }
 
+// Memory of the caller for one record a rank.
+Status check(const char* name, std::span<std::byte> memory, uint32_t ranks, size_t bytes) {
+  if (memory.empty()) return {};
+  if (memory.size() >= bytes && reinterpret_cast<uintptr_t>(memory.data()) % kAlignment == 0)
+    return {};
+  return {ErrorCode::kInvalidArgument, std::string("the ") + name + " of " + std::to_string(ranks) +
+                                           " ranks take " + std::to_string(bytes) +
+                                           " bytes, aligned to 64: pass more memory"};
+}
+
 }  // namespace
 
 Result<std::unique_ptr<ProxyMemory>> ProxyMemory::create(Accelerator* accelerator, uint32_t ranks,
                                                          uint32_t slots, uint32_t signalWords,
-                                                         std::span<std::byte> tickets) {
+                                                         std::span<std::byte> tickets,
+                                                         std::span<std::byte> counts) {
   const size_t ticketBytes = ranks * sizeof(ProxyTickets);
-  if (!tickets.empty() &&
-      (tickets.size() < ticketBytes || reinterpret_cast<uintptr_t>(tickets.data()) % kAlignment)) {
-    return {ErrorCode::kInvalidArgument, "the tickets of " + std::to_string(ranks) +
-                                             " ranks take " + std::to_string(ticketBytes) +
-                                             " bytes, aligned to 64: pass more memory"};
-  }
+  MOONCAKE_TRY(check("tickets", tickets, ranks, ticketBytes));
+  MOONCAKE_TRY(check("counts", counts, ranks, ranks * sizeof(ProxyCounts)));
   const size_t commandBytes = size_t(ranks) * slots * sizeof(ProxyCommand);
   const size_t countBytes = ranks * sizeof(ProxyCounts);
   const size_t signalBytes = sizeof(Doorbell) + size_t(ranks) * signalWords * sizeof(uint64_t);
@@ -65,10 +74,24 @@ Result<std::unique_ptr<ProxyMemory>> ProxyMemory::create(Accelerator* accelerato
   view.peers = ranks;
   view.slots = slots;
   view.signalWords = signalWords;
+  if (accelerator && !counts.empty()) made->mapCounts(counts.first(countBytes));
   return made;
 }
 
+void ProxyMemory::mapCounts(std::span<std::byte> counts) {
+  PeerMemory* const memory = accelerator_->peerMemory();
+  if (!memory) return;
+  const auto mapped = memory->mapForHost(counts);
+  countsMapped_ = mapped.status();
+  if (!mapped.ok()) return;
+  mappedCounts_ = *mapped;
+  counts_ = reinterpret_cast<ProxyCounts*>(mapped->data());
+  view_.counts = reinterpret_cast<ProxyCounts*>(counts.data());
+  view_.countLookNs = 0;
+}
+
 ProxyMemory::~ProxyMemory() {
+  if (!mappedCounts_.empty()) accelerator_->peerMemory()->unmapForHost(mappedCounts_);
   if (accelerator_) {
     accelerator_->freePinned(pinned_);
   } else {
@@ -76,8 +99,10 @@ ProxyMemory::~ProxyMemory() {
   }
 }
 
-std::span<ProxyCommand> ProxyMemory::slotsOf(uint32_t peer) const {
-  return {view_.commands + size_t(peer) * view_.slots, view_.slots};
+CommandRing ProxyMemory::ringOf(uint32_t peer) const {
+  return {{view_.commands + size_t(peer) * view_.slots, view_.slots},
+          counts_[peer],
+          countsMapped_.ok()};
 }
 
 }  // namespace mooncake::proxy

@@ -29,8 +29,8 @@ enum class ProxyEnd : uint32_t {
   kClosed    // the host has closed the proxy
 };
 
-// Memory of the host that the device maps. The host writes it, kernels read it. Numbers of commands
-// wrap.
+// Memory of the host that the device maps, or of the device that the host maps. The host writes it,
+// kernels read it. Numbers of commands wrap.
 struct alignas(64) ProxyCounts {
   uint32_t taken = 0;      // commands that have left their slots
   uint32_t completed = 0;  // commands that have arrived with their signals, and all before them
@@ -43,6 +43,9 @@ struct alignas(64) ProxyTickets {
   uint32_t takenSeen = 0;  // ProxyCounts::taken, as a thread has last read it
 };
 
+// Time between two looks at memory of the host: each crosses the bus.
+constexpr uint64_t kProxyLookNs = 2'000;
+
 // An argument of kernels. Each peer has a ring, so that a silent one fills its own only.
 struct ProxyView {
   ProxyCommand* commands;     // `slots` for each peer, one after the other
@@ -52,7 +55,8 @@ struct ProxyView {
   uint32_t peers;             // ranks, this one included
   uint32_t slots;             // a power of two
   uint32_t signalWords;
-  uint64_t timeoutNs;  // longest wait of a thread
+  uint64_t timeoutNs;                   // longest wait of a thread
+  uint64_t countLookNs = kProxyLookNs;  // between two looks at `counts`
 };
 
 }  // namespace mooncake::kernels

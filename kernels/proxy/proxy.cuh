@@ -27,22 +27,19 @@ struct ProxyTicket {
   uint32_t number;  // of the command, for awaitCommand()
 };
 
-// Time between two looks at memory of the host: each crosses the bus.
-constexpr uint64_t kProxyLookNs = 2'000;
-
-// Calls `look` until it returns true, with pauses by the device's clock. Returns false at the
-// deadline.
+// Calls `look` until it returns true, with pauses of `lookNs` by the device's clock. Returns false
+// at the deadline.
 template <typename Look>
-MC_DEVICE bool lookUntil(uint64_t timeoutNs, const Look& look) {
+MC_DEVICE bool lookUntil(uint64_t timeoutNs, uint64_t lookNs, const Look& look) {
   if (look()) return true;
   uint64_t time = now();
   const uint64_t deadline = time + timeoutNs;
-  for (uint64_t next = time + kProxyLookNs; time < deadline;) {
+  for (uint64_t next = time + lookNs; time < deadline;) {
     relax();
     time = now();
     if (time < next) continue;
     if (look()) return true;
-    next = time + kProxyLookNs;
+    next = time + lookNs;
   }
   return false;
 }
@@ -62,7 +59,7 @@ MC_DEVICE ProxyTicket reserve(const ProxyView& proxy, uint32_t peer) {
     return false;
   };
   if (tryReserve()) return ticket;
-  const bool isOver = lookUntil(proxy.timeoutNs, [&] {
+  const bool isOver = lookUntil(proxy.timeoutNs, proxy.countLookNs, [&] {
     if (loadAcquireSystem(&counts.ended)) {
       ticket.result = ProxyResult::kEnded;
       return true;
@@ -102,7 +99,7 @@ MC_DEVICE ProxyResult awaitCompleted(const ProxyView& proxy, uint32_t peer, uint
     result = ProxyResult::kDone;
     return true;
   };
-  lookUntil(proxy.timeoutNs, [&] {
+  lookUntil(proxy.timeoutNs, proxy.countLookNs, [&] {
     if (hasCompleted()) return true;
     if (!loadAcquireSystem(&counts.ended)) return false;
     // It may have completed between the two loads.
@@ -133,7 +130,7 @@ MC_DEVICE ProxyResult awaitSignal(const ProxyView& proxy, uint32_t peer, uint32_
     result = ProxyResult::kDone;
     return true;
   };
-  lookUntil(proxy.timeoutNs, [&] {
+  lookUntil(proxy.timeoutNs, kProxyLookNs, [&] {
     if (hasArrived()) return true;
     if (!loadAcquireSystem(&proxy.counts[peer].ended)) return false;
     if (!hasArrived()) result = ProxyResult::kEnded;

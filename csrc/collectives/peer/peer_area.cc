@@ -18,6 +18,7 @@ namespace {
 using kernels::GroupState;
 using kernels::HostWords;
 using kernels::Mails;
+using kernels::ProxyCounts;
 using kernels::ProxyTickets;
 using kernels::Signals;
 
@@ -47,6 +48,9 @@ size_t PeerArea::bankStride() const { return alignedUp(settings_.bankBytes); }
 size_t PeerArea::signalsOffset() const { return outgoingOffset() + parts_.size() * sizeof(Mails); }
 size_t PeerArea::stateOffset() const { return signalsOffset() + alignedUp(sizeof(Signals)); }
 size_t PeerArea::ticketsOffset() const { return stateOffset() + alignedUp(sizeof(GroupState)); }
+size_t PeerArea::countsOffset() const {
+  return ticketsOffset() + parts_.size() * sizeof(ProxyTickets);
+}
 size_t PeerArea::inboxBankStride() const { return alignedUp(settings_.inboxBankBytes); }
 size_t PeerArea::inboxBytes() const { return sizeof(Mails) + settings_.banks * inboxBankStride(); }
 
@@ -105,7 +109,7 @@ Result<SharedAllocation> PeerArea::allocate(const Group& group) {
   rank_ = group.rank();
   parts_.resize(ranks);
   inboxes_.resize(ranks);
-  const size_t bytes = ticketsOffset() + ranks * sizeof(ProxyTickets);
+  const size_t bytes = countsOffset() + ranks * sizeof(ProxyCounts);
   const auto own = mappings_->allocate(bytes, group.lastView->epoch);
   if (!own.ok()) return own.error();
   parts_[size_t(rank_)] = own->memory;
@@ -134,7 +138,8 @@ Status PeerArea::clearMails() {
   std::memset(pinned_.data(), 0, pinned_.size());
   const auto own = parts_[size_t(rank_)];
   MOONCAKE_TRY(clear(own.subspan(outgoingOffset(), stateOffset() - outgoingOffset())));
-  return clear(own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets)));
+  return clear(
+      own.subspan(ticketsOffset(), parts_.size() * (sizeof(ProxyTickets) + sizeof(ProxyCounts))));
 }
 
 // Allocates the inboxes of the ranks on other hosts, and maps those of the ranks of this one.
@@ -180,6 +185,7 @@ Status PeerArea::meetRemote(Group& group, Deadline deadline) {
        .own = own.first(signalsOffset()),
        .inboxes = inboxes_[size_t(rank_)],
        .tickets = own.subspan(ticketsOffset(), parts_.size() * sizeof(ProxyTickets)),
+       .counts = own.subspan(countsOffset(), parts_.size() * sizeof(ProxyCounts)),
        .remote = remoteOf(rank_),
        .inboxAt = std::move(inboxes),
        .inboxBytes = inboxBytes(),

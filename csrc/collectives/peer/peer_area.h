@@ -64,6 +64,7 @@ class PeerArea {
   size_t signalsOffset() const;
   size_t stateOffset() const;
   size_t ticketsOffset() const;
+  size_t countsOffset() const;
   size_t inboxBankStride() const;
   size_t inboxBytes() const;
   // Bits of the ranks on other hosts than `rank`.

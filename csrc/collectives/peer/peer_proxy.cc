@@ -65,7 +65,8 @@ Status PeerProxy::create(Group& group) {
        .kernelTimeout = timeout,
        .endLevel = LogLevel::kInfo,
        .accelerator = settings_.owner.accelerator,
-       .tickets = settings_.tickets});
+       .tickets = settings_.tickets,
+       .counts = settings_.counts});
   if (!made.ok()) return made.error();
   proxy_ = std::move(*made);
   memory_ = proxy_->memory();

@@ -26,6 +26,7 @@ class PeerProxy {
     std::span<std::byte> own;       // kernels::kOwnRegion
     std::span<std::byte> inboxes;   // kernels::kInboxRegion
     std::span<std::byte> tickets;   // see proxy::ProxyOptions; all zeros
+    std::span<std::byte> counts;    // the same
     uint64_t remote = 0;            // bits of the ranks on other hosts
     std::vector<uint64_t> inboxAt;  // by rank: offset of this rank's inbox in the rank's region
     size_t inboxBytes = 0;          // of one inbox

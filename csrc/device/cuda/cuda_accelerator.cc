@@ -89,19 +89,21 @@ class CudaAccelerator::Event final : public ReplayEvent {
 };
 
 Result<std::unique_ptr<CudaAccelerator>> CudaAccelerator::make(const CudaDriver& driver,
-                                                               std::span<const std::byte> kernels) {
+                                                               std::span<const std::byte> kernels,
+                                                               Result<GdrLibrary> gdr) {
   auto contexts = CudaContexts::make(driver);
   if (!contexts.ok()) return contexts.error();
-  return std::unique_ptr<CudaAccelerator>(new CudaAccelerator(std::move(*contexts), kernels));
+  return std::unique_ptr<CudaAccelerator>(
+      new CudaAccelerator(std::move(*contexts), kernels, std::move(gdr)));
 }
 
 CudaAccelerator::CudaAccelerator(std::unique_ptr<CudaContexts> contexts,
-                                 std::span<const std::byte> kernels)
+                                 std::span<const std::byte> kernels, Result<GdrLibrary> gdr)
     : contexts_(std::move(contexts)),
       driver_(contexts_->driver()),
       pinned_(*contexts_),
       kernels_(*contexts_, kernels),
-      peers_(*contexts_) {}
+      peers_(*contexts_, std::move(gdr)) {}
 
 template <typename Call>
 Status CudaAccelerator::run(const char* function, DeviceStream stream, Call call) {

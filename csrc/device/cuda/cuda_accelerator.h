@@ -18,7 +18,8 @@ class CudaAccelerator final : public Accelerator, public WordRecorder {
  public:
   // `driver` outlives the accelerator, and so does `kernels`: the fatbin, empty if there is none.
   static Result<std::unique_ptr<CudaAccelerator>> make(const CudaDriver& driver,
-                                                       std::span<const std::byte> kernels);
+                                                       std::span<const std::byte> kernels,
+                                                       Result<GdrLibrary> gdr = GdrLibrary::load());
 
   const char* name() const override { return "cuda"; }
   int deviceCount() const override { return contexts_->count(); }
@@ -52,7 +53,8 @@ class CudaAccelerator final : public Accelerator, public WordRecorder {
     size_t bytes = 0;
     size_t count = 0;
   };
-  CudaAccelerator(std::unique_ptr<CudaContexts> contexts, std::span<const std::byte> kernels);
+  CudaAccelerator(std::unique_ptr<CudaContexts> contexts, std::span<const std::byte> kernels,
+                  Result<GdrLibrary> gdr);
 
   // Calls the driver with the stream's context. The name of its function is for errors.
   template <typename Call>

@@ -8,14 +8,6 @@
 namespace mooncake {
 namespace {
 
-CUmemAllocationProp propertiesOf(int device) {
-  CUmemAllocationProp properties{};
-  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
-  return properties;
-}
-
 std::string named(const char* function, size_t bytes) {
   return std::string(function) + " of " + std::to_string(bytes) + " bytes";
 }
@@ -36,6 +28,18 @@ Status CudaPeerMemory::checkSharing(int device) {
                                 : "its driver hands no memory over by file descriptors")};
 }
 
+Result<CUmemAllocationProp> CudaPeerMemory::propertiesOf(int device) {
+  const auto reach =
+      contexts_.attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, device);
+  if (!reach.ok()) return reach.error();
+  CUmemAllocationProp properties{};
+  properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device};
+  properties.allocFlags.gpuDirectRDMACapable = *reach != 0;
+  return properties;
+}
+
 Result<PeerMemory::Allocation> CudaPeerMemory::allocateShared(int device, size_t bytes) {
   if (bytes == 0)
     return Error{ErrorCode::kInvalidArgument, "cuda: an allocation of 0 bytes of shared memory"};
@@ -44,15 +48,16 @@ Result<PeerMemory::Allocation> CudaPeerMemory::allocateShared(int device, size_t
   if (!context.ok()) return context.error();
   const CudaScope scope(contexts_, device, *context);
   MOONCAKE_TRY(scope.status());
-  const CUmemAllocationProp properties = propertiesOf(device);
+  const auto properties = propertiesOf(device);
+  if (!properties.ok()) return properties.error();
   size_t unit = 0;
   MOONCAKE_TRY(contexts_.check("cuMemGetAllocationGranularity", device,
                                driver().cuMemGetAllocationGranularity(
-                                   &unit, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM)));
+                                   &unit, &*properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM)));
   const size_t rounded = (bytes + unit - 1) / unit * unit;
   CUmemGenericAllocationHandle handle = 0;
   MOONCAKE_TRY(contexts_.check(named("cuMemCreate", rounded).c_str(), device,
-                               driver().cuMemCreate(&handle, rounded, &properties, 0)));
+                               driver().cuMemCreate(&handle, rounded, &*properties, 0)));
   auto shared = share(handle, rounded, device);
   // From here on the mapping and the descriptor keep the memory.
   driver().cuMemRelease(handle);
@@ -153,6 +158,11 @@ Status CudaPeerMemory::unmapShared(std::span<std::byte> memory) {
   const CudaScope scope(contexts_, mapping.device, *context);
   MOONCAKE_TRY(scope.status());
   return takeOut(start, mapping);
+}
+
+Result<std::span<std::byte>> CudaPeerMemory::mapForHost(std::span<std::byte> memory) {
+  MOONCAKE_TRY(contexts_.checkProcess());
+  return gdr_.map(memory);
 }
 
 Result<bool> CudaPeerMemory::canAccessPeer(int device, int peer) {

@@ -5,6 +5,7 @@
 #include <span>
 
 #include "device/cuda/cuda_contexts.h"
+#include "device/cuda/gdr_copy.h"
 #include "device/peer_memory.h"
 
 namespace mooncake {
@@ -13,12 +14,15 @@ namespace mooncake {
 // descriptor, for which the kernel keeps it; other kinds of handles do not keep it.
 class CudaPeerMemory final : public PeerMemory {
  public:
-  explicit CudaPeerMemory(CudaContexts& contexts) : contexts_(contexts) {}
+  CudaPeerMemory(CudaContexts& contexts, Result<GdrLibrary> gdr)
+      : contexts_(contexts), gdr_(std::move(gdr)) {}
 
   Status checkSharing(int device) override;
   Result<Allocation> allocateShared(int device, size_t bytes) override;
   Result<std::span<std::byte>> mapShared(const Fd& descriptor, size_t bytes, int device) override;
   Status unmapShared(std::span<std::byte> memory) override;
+  Result<std::span<std::byte>> mapForHost(std::span<std::byte> memory) override;
+  void unmapForHost(std::span<std::byte> mapped) override { gdr_.unmap(mapped); }
   Result<bool> canAccessPeer(int device, int peer) override;
 
  private:
@@ -36,7 +40,11 @@ class CudaPeerMemory final : public PeerMemory {
 
   std::span<std::byte> add(CUdeviceptr start, size_t bytes, int device);
 
+  // Network cards may also read and write the memory, where the device allows it.
+  Result<CUmemAllocationProp> propertiesOf(int device);
+
   CudaContexts& contexts_;
+  GdrCopy gdr_;
   std::mutex mutex_;  // guards mappings_
   std::map<CUdeviceptr, Mapping> mappings_;
 };

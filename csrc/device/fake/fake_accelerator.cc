@@ -308,6 +308,12 @@ Status FakeAccelerator::unmapShared(std::span<std::byte> memory) {
                 "no shared memory is mapped at this address. It may have been unmapped");
 }
 
+// The device's memory is the host's.
+Result<std::span<std::byte>> FakeAccelerator::mapForHost(std::span<std::byte> memory) {
+  MOONCAKE_TRY(enter("mapForHost"));
+  return memory;
+}
+
 Result<bool> FakeAccelerator::canAccessPeer(int device, int peer) {
   MOONCAKE_TRY(enter("canAccessPeer"));
   MOONCAKE_TRY(checkDevice("canAccessPeer", device));

@@ -50,6 +50,8 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   Result<Allocation> allocateShared(int device, size_t bytes) override;
   Result<std::span<std::byte>> mapShared(const Fd& descriptor, size_t bytes, int device) override;
   Status unmapShared(std::span<std::byte> memory) override;
+  Result<std::span<std::byte>> mapForHost(std::span<std::byte> memory) override;
+  void unmapForHost(std::span<std::byte>) override {}
   Result<bool> canAccessPeer(int device, int peer) override;
 
   Status enqueue(DeviceStream stream, std::function<void()> task) override;

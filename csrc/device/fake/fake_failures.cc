@@ -8,14 +8,14 @@
 namespace mooncake {
 namespace {
 
-constexpr std::array<std::string_view, 31> kCalls = {
+constexpr std::array<std::string_view, 32> kCalls = {
     "describe",        "placeOf",        "allocatePinned", "createStream", "synchronize",
     "createEvent",     "record",         "block",          "hasHappened",  "copy",
     "recordInReplays", "blockInReplays", "writeWord",      "awaitWord",    "isCapturing",
     "prepareKernels",  "roomFor",        "launch",         "exportMemory", "importMemory",
     "closeMemory",     "checkSharing",   "allocateShared", "mapShared",    "unmapShared",
-    "canAccessPeer",   "enqueue",        "allocate",       "beginCapture", "endCapture",
-    "replay",
+    "mapForHost",      "canAccessPeer",  "enqueue",        "allocate",     "beginCapture",
+    "endCapture",      "replay",
 };
 
 }  // namespace

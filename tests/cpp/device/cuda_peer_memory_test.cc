@@ -38,6 +38,23 @@ TEST_F(CudaPeerMemoryTest, AnAllocationIsRoundedMappedAndHandedOver) {
   EXPECT_TRUE(driver.stack.empty());
 }
 
+TEST_F(CudaPeerMemoryTest, NetworkCardsMayUseTheMemoryIfTheDeviceAllowsIt) {
+  for (const bool isAllowed : {false, true}) {
+    driver.attributes[CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED] = isAllowed;
+    const auto made = valueOf(peers->allocateShared(0, 64));
+    EXPECT_EQ(driver.shared.begin()->second.isForCards, isAllowed);
+    EXPECT_OK(peers->unmapShared(made.memory));
+  }
+}
+
+TEST_F(CudaPeerMemoryTest, TheHostDoesNotMapMemoryWithoutGdrCopy) {
+  const auto without = valueOf(CudaAccelerator::make(
+      driver.table, {}, Error{ErrorCode::kUnsupported, "there is no GDRCopy"}));
+  const auto made = valueOf(without->peerMemory()->allocateShared(0, 64));
+  EXPECT_EQ(without->peerMemory()->mapForHost(made.memory).status().code(),
+            ErrorCode::kUnsupported);
+}
+
 TEST_F(CudaPeerMemoryTest, AMappingKeepsTheMemoryAfterItsAllocationIsGone) {
   const auto made = valueOf(peers->allocateShared(0, 0x1000));
   const auto mapped = valueOf(peers->mapShared(made.descriptor, made.memory.size(), 1));

@@ -57,6 +57,7 @@ class ScriptedDriver {
     size_t bytes = 0;
     int device = 0;
     int users = 0;
+    bool isForCards = false;
   };
   struct Range {
     size_t bytes = 0;
@@ -400,7 +401,10 @@ inline void ScriptedDriver::fillSharedMemory() {
         properties->type != CU_MEM_ALLOCATION_TYPE_PINNED || bytes % 0x1000 != 0)
       return CUDA_ERROR_INVALID_VALUE;
     *handle = ++self()->lastHandle_;
-    self()->shared[*handle] = {.bytes = bytes, .device = properties->location.id, .users = 1};
+    self()->shared[*handle] = {.bytes = bytes,
+                               .device = properties->location.id,
+                               .users = 1,
+                               .isForCards = properties->allocFlags.gpuDirectRDMACapable != 0};
     return result;
   };
   table.cuMemRelease = [](CUmemGenericAllocationHandle handle) {

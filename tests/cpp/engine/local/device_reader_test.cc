@@ -88,6 +88,8 @@ class PatientDevice final : public Accelerator {
       ++unmaps;
       return {};
     }
+    Result<std::span<std::byte>> mapForHost(std::span<std::byte>) override { return none(); }
+    void unmapForHost(std::span<std::byte>) override {}
     Result<bool> canAccessPeer(int, int) override { return none(); }
   } shared;
 

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <span>
+
+#include "base/result.h"
+#include "device/cuda/gdr_library.h"
+
+namespace mooncake {
+
+// Maps memory of CUDA devices for the host, by GDRCopy. Thread-safe.
+class GdrCopy {
+ public:
+  // Errors of `library` are those of map().
+  explicit GdrCopy(Result<GdrLibrary> library) : library_(std::move(library)) {}
+  ~GdrCopy();
+  GdrCopy(const GdrCopy&) = delete;
+  GdrCopy& operator=(const GdrCopy&) = delete;
+
+  // Returns the address at which the host writes the memory. kUnsupported: the machine has no
+  // GDRCopy, or its driver does not take the memory.
+  Result<std::span<std::byte>> map(std::span<std::byte> memory);
+  // Of what map() has returned, before the memory goes.
+  void unmap(std::span<std::byte> mapped);
+
+ private:
+  struct Mapping {
+    GdrLibrary::Handle handle;
+    void* start;
+    size_t bytes;
+  };
+  Status open();
+  Result<Mapping> mapPages(unsigned long first, size_t bytes, uint64_t& pinnedAt);
+
+  const Result<GdrLibrary> library_;
+  std::mutex mutex_;
+  void* opened_ = nullptr;
+  std::map<std::byte*, Mapping> mappings_;  // by what map() has returned
+};
+
+}  // namespace mooncake
