@@ -26,6 +26,11 @@ STEPS = [step for steps in parts.PARTS.values() for step in steps]
 def test_what_the_parts_name_exists():
     named = {word for step in STEPS for word in step.command if word.endswith(".py")}
     assert not [word for word in named if not (ROOT / word).is_file()]
+    tests = {word for step in STEPS for word in step.command if "::" in word}
+    assert tests
+    for test in tests:
+        file, name = test.split("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text(), test
     on_devices = {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*device*.py")}
     of_fake = {"tests/test_fake_device.py"}
     assert on_devices - of_fake <= named
@@ -117,3 +122,58 @@ def test_the_list():
     found = run_script("--list")
     assert found.returncode == 0, found.stderr
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == list(parts.PARTS)
+
+
+# A stand-in for compute-sanitizer: runs the tests, and then says that it found something or not.
+SANITIZER = """#!/bin/sh
+echo "given $*"
+while [ "$1" != {python} ]; do shift; done
+"$@"
+status=$?
+echo "========= {summary}"
+exit {exit}
+"""
+
+
+@pytest.mark.parametrize(
+    ("summary", "code", "says"),
+    [
+        ("ERROR SUMMARY: 0 errors", "$status", "racecheck: nothing found"),
+        (
+            "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+            "$status",
+            "racecheck: nothing found",
+        ),
+        ("ERROR SUMMARY: 2 errors", "86", "racecheck: compute-sanitizer found 2 errors"),
+        ("RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)", "0", "found 1 errors"),
+        ("ERROR SUMMARY: 0 errors", "1", "the tests ended with status 1"),
+        ("Target application terminated before first instrumented API call", "0", "no process"),
+    ],
+)
+def test_a_step_under_compute_sanitizer(tmp_path, summary, code, says):
+    (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(SANITIZER.format(python=sys.executable, summary=summary, exit=code))
+    tool.chmod(0o755)
+    ran = subprocess.run(
+        [sys.executable, "tests/gpu/sanitizer.py", "racecheck", "-p", "no:cacheprovider",
+         str(tmp_path / "test_one.py")],
+        cwd=ROOT, env={**os.environ, "PATH": f"{tmp_path}:{os.defpath}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert says in ran.stdout, ran.stdout + ran.stderr
+    assert "given --tool racecheck --target-processes all" in ran.stdout
+    assert "1 passed" in ran.stdout
+    assert ran.returncode == int("nothing found" not in says)
+
+
+@pytest.mark.skipif(
+    Path("/usr/local/cuda/bin/compute-sanitizer").exists(), reason="compute-sanitizer is there"
+)
+def test_no_compute_sanitizer(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "tests/gpu/sanitizer.py"), "memcheck", "tests"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "compute-sanitizer is missing: nothing was checked" in ran.stdout

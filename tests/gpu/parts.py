@@ -77,6 +77,13 @@ def timing(name: str, script: str, *arguments: str, **env: str) -> Step:
     return Step(name, command, several, shows=True)
 
 
+def sanitized(name: str, tool: str, *tests: str) -> Step:
+    """Tests under a tool of compute-sanitizer, which is no part of a driver: its output tells if it
+    is missing."""
+    command = ["python", "tests/gpu/sanitizer.py", tool, *tests]
+    return Step(name, command, TEST_DEVICE, shows=True)
+
+
 def files(*names: str) -> list[str]:
     return [f"tests/test_{name}.py" for name in names]
 
@@ -86,6 +93,13 @@ KERNELS = ["-k", "device-kernels and not hosts"]
 BUILD = """cmake -S csrc -B build/cpp-gpu -G Ninja -DCMAKE_BUILD_TYPE=Release \
 -DMOONCAKE_BUILD_TESTS=ON -DMOONCAKE_BUILD_EXTENSION=OFF -DMOONCAKE_TEST_FILES=cuda_ &&
 cmake --build build/cpp-gpu --target mooncake_tests -j "$(nproc)" """
+
+# The smallest shapes: each access of a kernel takes many times as long.
+SANITIZED = {
+    "collectives": ["tests/test_peer_verbs.py::test_verbs[2]"],
+    "low-latency": ["tests/test_ep_kernels.py::test_nothing_runs_between_the_phases"],
+    "normal": ["tests/test_ep_token_kernels.py::test_each_call_is_one_kernel"],
+}
 
 # One test at a time where kernels wait for each other: the blocks of all ranks must fit on the GPU,
 # or take turns. Elsewhere ranks share the GPU.
@@ -111,6 +125,11 @@ PARTS: dict[str, list[Step]] = {
         suites("low-latency", *KERNELS, *files("ep_buffer", "ep_shapes", "ep_callers")),
         suites("losses", *KERNELS, *files("ep_failures", "ep_normal", "ep_elastic")),
     ],
+    # Kernels under compute-sanitizer: addresses, hazards of shared memory, barriers.
+    **{
+        f"sanitizer-{tool}": [sanitized(name, tool, *tests) for name, tests in SANITIZED.items()]
+        for tool in ("memcheck", "racecheck", "synccheck")
+    },
     # Tensors of the device through host memory: streams, losses, errors, messages.
     "device": [
         suites("streams", *files("device"), jobs=4),
