@@ -7,7 +7,12 @@
 `blocking` a flush after each command beside one flush at the end, `latency` the time until a
 command has completed, `send` a command and its answer, `all-to-all` ranks that all write to each
 other, `idle` the processor's time of proxies without commands. The emulator of tests/simt runs the
-kernels on a core of this host. `copies` and the queues in memory of a GPU need a GPU, and say so.
+kernels on a core of this host.
+
+On a machine with a GPU and nvcc, `queue` also measures kernels of the GPU, with 1, 4 and 32 blocks:
+all of the ring in pinned memory, its counts in memory of the GPU (GDRCopy), all of it in managed
+memory. `copies` measures a kernel's copies to another GPU, or within the only one, by the number of
+its blocks. Without them the rows say what they need.
 
 `--build` is a build folder of csrc (its libmooncake_core.a is used). Wire `fabric` is libfabric's
 provider over TCP, on loopback.
@@ -18,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,7 +35,10 @@ from common import numbers, print_table
 from ranks import HERE, run_main
 
 PARTS = ("queue", "commands", "blocking", "latency", "send", "all-to-all", "idle", "copies")
-NEEDS_GPU = "needs a GPU"
+QUEUES = ("pinned", "GDRCopy", "managed")  # of a GPU
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+COMMANDS = 320_000  # of a row of `queue` on a GPU
+COPY_BYTES = 256 << 20
 LEAST_OF_BARE = 0.9  # commands a second by the proxy, of those of a bare loop
 SOFTWARE_CARDS = {"MOONCAKE_FABRIC_REQUIRE": "tcp;ofi_rxm", "MC_TE_FILTERS": "127.0.0.1"}
 
@@ -59,6 +68,32 @@ def rows_of(program: str, wire: str, *words: object) -> list[Row]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def why_no_gpu() -> str | None:
+    """What this machine lacks for proxy_gpu.cu, or None."""
+    listed = shutil.which("nvidia-smi") and subprocess.run(
+        ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if not listed or "GPU" not in listed.stdout:
+        return "needs a GPU"
+    return None if NVCC else "needs nvcc"
+
+
+def gpu_rows(build: Path, part: str, number: int) -> list[Row]:
+    """The rows of a part on a GPU; for each of its queues a reason if there is no GPU."""
+    if why := why_no_gpu():
+        return [{"queue": queue, "why": why} for queue in (QUEUES if part == "queue" else [part])]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "proxy_gpu"
+        root = HERE.parent
+        subprocess.run(
+            [str(NVCC), "-std=c++20", "-O2", "-arch=native", "-allow-unsupported-compiler",
+             f"-I{root / 'csrc'}", f"-I{root}", str(HERE / "proxy_gpu.cu"),
+             str(build / "libmooncake_core.a"), "-ldl", "-lpthread", "-o", str(program)],
+            check=True,
+        )  # fmt: skip
+        return rows_of(str(program), "", part, number)
+
+
 def thousands(rate: float) -> str:
     return f"{rate / 1000:.1f}"
 
@@ -68,8 +103,25 @@ def queue(program: str, args: argparse.Namespace) -> int:
         [row["queue"], str(row["producers"]), thousands(row["per_s"])]
         for row in rows_of(program, args.wire, "queue", args.seconds)
     ]
-    rows += [["GDRCopy", "-", NEEDS_GPU], ["managed", "-", NEEDS_GPU]]
+    rows = [[f"{queue}, on the host", *others] for queue, *others in rows]
+    for row in gpu_rows(args.build, "queue", COMMANDS):
+        rows.append(
+            [row["queue"], str(row["producers"]), thousands(row["per_s"])]
+            if "per_s" in row
+            else [row["queue"], "-", row["why"]]
+        )
     print_table("the ring alone", ["queue", "producers", "1000 commands/s"], rows)
+    return 0
+
+
+def copies(build: Path) -> int:
+    rows = [
+        [str(row["to"]), str(row["blocks"]), f"{row['gb_per_s']:.1f}"]
+        if "gb_per_s" in row
+        else ["-", "-", row["why"]]
+        for row in gpu_rows(build, "copies", COPY_BYTES)
+    ]
+    print_table("copies from GPU 0 by a kernel", ["to GPU", "blocks", "GB/s"], rows)
     return 0
 
 
@@ -140,8 +192,7 @@ def run(part: str, program: str, args: argparse.Namespace) -> int:
         (row,) = rows_of(program, args.wire, part, args.wire, args.seconds)
         print(f"two idle ranks over {args.wire}: {row['percent']:.2f} % of a core")
         return 0
-    print(f"copies between GPUs by the number of blocks: {NEEDS_GPU}")
-    return 0
+    return copies(args.build)
 
 
 def main() -> int:

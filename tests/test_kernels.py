@@ -41,6 +41,18 @@ needs_nvcc = pytest.mark.skipif(kernel_resources.NVCC is None, reason="no nvcc")
 
 
 @needs_nvcc
+def test_nvcc_takes_the_benchmark_of_the_proxy(tmp_path):
+    """Only a machine with a GPU runs it (benchmarks/bench_proxy.py)."""
+    flags = ["-std=c++20", "-arch=sm_90a", "-Werror", "all-warnings", "-allow-unsupported-compiler"]
+    done = subprocess.run(
+        [str(kernel_resources.NVCC), *flags, f"-I{ROOT}", f"-I{ROOT / 'csrc'}",
+         "-c", str(ROOT / "benchmarks/proxy_gpu.cu"), "-o", str(tmp_path / "proxy_gpu.o")],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_nvcc
 def test_nvcc_takes_the_headers(tmp_path):
     headers = sorted(header.relative_to(ROOT) for header in COMMON.glob("*.h"))
     assert headers
