@@ -32,7 +32,8 @@ struct Shared {
             peers,           slots,         kSignalWords,   kTimeoutNs};
   }
   CommandRing ring(uint32_t peer) {
-    return {std::span(commands).subspan(peer * view.slots, view.slots), counts[peer]};
+    return {std::span(commands).subspan(peer * view.slots, view.slots), counts[peer],
+            view.countLookNs == 0};
   }
   // Tells the emulator of a change that it cannot see: that of a word of the host.
   static void published() { simt::afterChange(); }
@@ -51,6 +52,7 @@ unsigned thread() { return blockIdx.x * blockDim.x + threadIdx.x; }
 void pushAndTake(uint64_t seed, uint32_t peers, uint32_t slots, uint32_t first, unsigned blocks,
                  unsigned threads, unsigned each) {
   Shared shared(peers, slots, first);
+  if (seed % 4 < 2) shared.view.countLookNs = 0;  // the counts lie in memory of the device
   World world({.seed = seed});
   const unsigned all = blocks * threads;
   std::vector<uint64_t> sources(size_t(all) * each);
@@ -109,7 +111,8 @@ void pushAndTake(uint64_t seed, uint32_t peers, uint32_t slots, uint32_t first, 
   });
   const auto report = world.run();
   ASSERT_TRUE(report.ok) << "seed " << seed << ": " << report.problem;
-  EXPECT_LT(report.virtualNs, kTimeoutNs) << "seed " << seed;
+  // While all threads pause, time passes in steps of 16 ms, and a wait may take one: about a dozen.
+  EXPECT_LT(report.virtualNs, 2 * kTimeoutNs) << "seed " << seed;
   for (const unsigned count : taken) ASSERT_EQ(count, 1u) << "seed " << seed;
   for (const unsigned count : failures) ASSERT_EQ(count, 0u) << "seed " << seed;
   for (const auto& numbers : order) {
