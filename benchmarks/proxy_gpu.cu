@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device/accelerators.h"
+#include "device/peer_memory.h"
 #include "kernels/proxy/proxy.cuh"
 #include "proxy/command_ring.h"
 #include "proxy/proxy_memory.h"
@@ -98,13 +99,18 @@ void queue(unsigned count) {
   if (!cuda.ok()) die(cuda.error().message);
   check(cudaSetDevice(0));
   check(cudaFree(nullptr));  // makes the context
-  for (const int device : {-1, 0}) {
+  PeerMemory& peers = *(*cuda)->peerMemory();
+  auto counted = peers.allocateShared(0, sizeof(ProxyCounts));
+  if (!counted.ok()) die(counted.error().message);
+  check(cudaMemset(counted->memory.data(), 0, sizeof(ProxyCounts)));
+  for (const bool isMapped : {false, true}) {
     const auto tickets = clearedTickets();
-    auto memory = ProxyMemory::create({*cuda, device}, 1, kSlots, 1, tickets);
+    const auto counts = isMapped ? counted->memory : std::span<std::byte>();
+    auto memory = ProxyMemory::create(*cuda, 1, kSlots, 1, tickets, counts);
     if (!memory.ok()) die(memory.error().message);
-    if (device < 0) {
+    if (!isMapped) {
       measure("pinned", (*memory)->view(), (*memory)->ringOf(0), count);
-    } else if ((*memory)->view().countsLookNs == 0) {
+    } else if ((*memory)->countsMapped().ok()) {
       measure("GDRCopy", (*memory)->view(), (*memory)->ringOf(0), count);
     } else {
       std::printf("{\"queue\": \"GDRCopy\", \"why\": \"needs GDRCopy\"}\n");

@@ -23,6 +23,7 @@ struct GdrLibrary {
     uint32_t cycles_per_ms;
     uint32_t flags;
     int mapping_type;
+    char later[64];  // room for what versions append
   };
   void* (*gdr_open)() = nullptr;
   int (*gdr_close)(void* library) = nullptr;
