@@ -157,7 +157,7 @@ class EpBuffer {
   // Memory for the results of calls, see newResult().
   const std::shared_ptr<BlockCache>& results() const { return results_; }
   const std::shared_ptr<TokenKernels>& tokens() const { return options_.tokens; }
-  // The longest time of a call by kernels.
+  // The times of a call by kernels.
   PeerExperts::Limits kernelLimits(int64_t timeoutMicros) const;
   // For Operation::skipAfter(). Empty: no rank is skipped before the buffer's timeout.
   std::optional<Clock::duration> patienceOf(int64_t timeoutMicros) const;

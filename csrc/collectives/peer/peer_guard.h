@@ -101,7 +101,7 @@ class PeerGuard {
     uint64_t number = 0;
     Deadline deadline = Deadline::at(Clock::time_point::max());
   };
-  // An operation whose kernel waits for ranks that it may skip.
+  // An operation with a kernel that waits for ranks, and may skip them.
   struct Waiting {
     uint64_t number = 0;
     Clock::time_point since;

@@ -31,21 +31,23 @@ Status GdrCopy::open() {
           "/dev/gdrdrv"};
 }
 
-// Pins and maps whole pages. `pinnedAt` is the device's address of the first one.
-Result<GdrCopy::Mapping> GdrCopy::mapPages(unsigned long first, size_t bytes, uint64_t& pinnedAt) {
+// Pins and maps whole pages.
+Result<GdrCopy::Mapping> GdrCopy::mapPages(unsigned long first, size_t bytes) {
   Mapping made{.handle = {}, .start = nullptr, .bytes = bytes};
   if (const int code = library_->gdr_pin_buffer(opened_, first, bytes, 0, 0, &made.handle))
     return failed("gdr_pin_buffer", code);
   GdrLibrary::Info info{};
   const char* function = "gdr_get_info_v2";
   int code = library_->gdr_get_info_v2(opened_, made.handle, &info);
-  if (code == 0) {
+  const bool isOther = code == 0 && info.va != first;
+  if (code == 0 && !isOther) {
     function = "gdr_map";
     code = library_->gdr_map(opened_, made.handle, &made.start, bytes);
   }
-  pinnedAt = info.va;
-  if (code == 0) return made;
+  if (code == 0 && !isOther) return made;
   library_->gdr_unpin_buffer(opened_, made.handle);
+  if (isOther)
+    return Error{ErrorCode::kUnsupported, "GDRCopy has pinned other pages than those asked for"};
   return failed(function, code);
 }
 
@@ -55,10 +57,9 @@ Result<std::span<std::byte>> GdrCopy::map(std::span<std::byte> memory) {
   const auto begin = reinterpret_cast<uintptr_t>(memory.data());
   const unsigned long first = begin / kPageBytes * kPageBytes;
   const unsigned long end = (begin + memory.size() + kPageBytes - 1) / kPageBytes * kPageBytes;
-  uint64_t pinnedAt = 0;
-  const auto made = mapPages(first, end - first, pinnedAt);
+  const auto made = mapPages(first, end - first);
   if (!made.ok()) return made.error();
-  auto* const mapped = static_cast<std::byte*>(made->start) + (begin - pinnedAt);
+  auto* const mapped = static_cast<std::byte*>(made->start) + (begin - first);
   mappings_.emplace(mapped, *made);
   return std::span(mapped, memory.size());
 }

@@ -22,7 +22,7 @@ class GdrCopy {
   // Returns the address at which the host writes the memory. kUnsupported: the machine has no
   // GDRCopy, or its driver does not take the memory.
   Result<std::span<std::byte>> map(std::span<std::byte> memory);
-  // Of what map() has returned, before the memory goes.
+  // Takes an address of map() back, before the memory goes.
   void unmap(std::span<std::byte> mapped);
 
  private:
@@ -32,12 +32,12 @@ class GdrCopy {
     size_t bytes;
   };
   Status open();
-  Result<Mapping> mapPages(unsigned long first, size_t bytes, uint64_t& pinnedAt);
+  Result<Mapping> mapPages(unsigned long first, size_t bytes);
 
   const Result<GdrLibrary> library_;
   std::mutex mutex_;
   void* opened_ = nullptr;
-  std::map<std::byte*, Mapping> mappings_;  // by what map() has returned
+  std::map<std::byte*, Mapping> mappings_;  // by the addresses of map()
 };
 
 }  // namespace mooncake

@@ -14,7 +14,7 @@ struct GdrLibrary {
   struct Handle {
     unsigned long h;
   };
-  // What was pinned: whole pages.
+  // The pages that were pinned.
   struct Info {
     uint64_t va;
     uint64_t mapped_size;
@@ -23,7 +23,7 @@ struct GdrLibrary {
     uint32_t cycles_per_ms;
     uint32_t flags;
     int mapping_type;
-    char later[64];  // room for what versions append
+    char later[64];  // room for fields of later versions
   };
   void* (*gdr_open)() = nullptr;
   int (*gdr_close)(void* library) = nullptr;

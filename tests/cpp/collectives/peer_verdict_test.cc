@@ -10,7 +10,7 @@ using kernels::Decision;
 
 constexpr unsigned kBanks = 3;
 
-// A rank whose kernels have stopped in operation `done` + 1, of one exchange.
+// A rank that has stopped in this operation, of one exchange.
 PeerReport stoppedIn(uint64_t number) {
   return {.done = number - 1, .stoppedAt = number, .ended = number - 1, .taken = number};
 }

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kPage = size_t(1) << 16;
 
-// A library whose pages are host memory.
+// A library with pages of host memory.
 class GdrCopyTest : public ::testing::Test {
  protected:
   struct Pinned {
@@ -49,7 +49,7 @@ class GdrCopyTest : public ::testing::Test {
       return int(pinned.erase(handle.h)) - 1;
     };
     table.gdr_get_info_v2 = [](void*, GdrLibrary::Handle handle, GdrLibrary::Info* info) {
-      info->va = pinned.at(handle.h).at;
+      info->va = pinned.at(handle.h).at + (fails == "other pages" ? kPage : 0);
       info->mapped_size = pinned.at(handle.h).bytes;
       return fails == "gdr_get_info_v2" ? 22 : 0;
     };
@@ -100,7 +100,8 @@ TEST_F(GdrCopyTest, ItsEndTakesMappingsBack) {
 }
 
 TEST_F(GdrCopyTest, AFailureNamesTheFunctionAndLeavesNothing) {
-  for (const char* function : {"gdr_pin_buffer", "gdr_get_info_v2", "gdr_map", "gdr_open"}) {
+  for (const char* function :
+       {"gdr_pin_buffer", "gdr_get_info_v2", "gdr_map", "gdr_open", "other pages"}) {
     GdrCopy gdr(library());
     fails = function;
     const auto mapped = gdr.map(device(kPage, 64));

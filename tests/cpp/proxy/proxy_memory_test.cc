@@ -24,7 +24,7 @@ class ProxyMemoryTest : public ::testing::Test {
     EXPECT_TRUE(made.ok()) << made.error().message;
     return made.ok() ? std::move(*made) : nullptr;
   }
-  // Returns what a kernel finds in the ring of rank 1 after an end.
+  // Returns the end that a kernel finds in the ring of rank 1.
   static uint32_t endedIn(const ProxyMemory& memory) {
     CommandRing ring = memory.ringOf(1);
     ring.end(kernels::ProxyEnd::kFailed);
