@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
 # Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
-#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, kernels on the CPU, and by turns of
-#                                    commits sanitizers, a third of the longer tests of Python, or the newest torch (a
-#                                    quarter of an hour). CI_TURN=0 to 4 chooses the turn
+#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, headers of other CUDAs and of the
+#                                    oldest torch, kernels on the CPU, and by turns of commits sanitizers, a third of the
+#                                    longer tests of Python, or the newest or oldest torch (20 minutes). CI_TURN=0 to 5
+#                                    chooses the turn
 #        tests/run.sh --changed      the tests of the rooms that differ from main
 #        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
 #                                    torch's suite on three torches (hours)
@@ -16,7 +17,7 @@ mode=first
 case ${1-} in
   --all | --ci | --changed)
     mode=${1#--}
-    [ $# = 1 ] || { sed -n '2,11s/^# //p' "$0"; exit 2; } ;;
+    [ $# = 1 ] || { sed -n '2,12s/^# //p' "$0"; exit 2; } ;;
   --sanitize)
     mode=sanitize sanitizer=${2:?"which sanitizer? address, undefined, thread or address,undefined"}
     shift 2 ;;
@@ -90,6 +91,11 @@ other_torchs_suite() { # version, then arguments of tests/conformance
   tests/conformance/run.sh "$@"
 }
 
+headers() {
+  step "headers of other CUDAs and torches"
+  tests/headers.sh
+}
+
 kernels() {
   step "kernels on the CPU: $*"
   tests/simt/run.sh "$@"
@@ -112,14 +118,15 @@ case $mode in
     export CI=1 # no test of builds is skipped
     turn=${CI_TURN:-$(git rev-list --count HEAD)}
     lint
-    case $((turn % 5)) in
+    headers
+    case $((turn % 6)) in
       0)
         kernels plain address thread
         test_files=$thread_files cpp thread "${thread_slice[@]}"
         ;;
       1 | 2 | 3)
         kernels plain
-        python_tests -m 'ci and not slow and not perf' --turn "$((turn % 5 - 1))/3"
+        python_tests -m 'ci and not slow and not perf' --turn "$((turn % 6 - 1))/3"
         ;;
       4)
         kernels plain
@@ -128,6 +135,10 @@ case $mode in
         # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
         step "windows, torch 2.15.0"
         build/torch-2.15.0/bin/pytest -q tests/test_window.py
+        ;;
+      5)
+        kernels plain
+        other_torchs_suite 2.8.0 --every 8 # the oldest torch; its wheels bring the headers of CUDA 12
         ;;
     esac
     torchs_suite --device fake --every 8
@@ -140,6 +151,7 @@ case $mode in
     ;;
   all)
     lint
+    headers
     MOONCAKE_SIMT_SEEDS=150 kernels plain
     kernels address thread mutants
     cpp none

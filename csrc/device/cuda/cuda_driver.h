@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cuda.h>
+#include <functional>
+#include <string>
 
 #include "base/result.h"
 
@@ -75,6 +77,12 @@ struct CudaDriver {
 
   // Loads the library, which stays loaded. kUnsupported if it is not there or lacks a function.
   static Result<CudaDriver> load(const char* library = "libcuda.so.1");
+
+  // Returns the address of a function in a driver, or nullptr if the driver lacks it.
+  using Lookup = std::function<void*(const char* name)>;
+  // Fills a table. kUnsupported if a function is missing. All of them are in every driver of CUDA 12,
+  // so none is optional. The error names the missing functions and the driver's version.
+  static Result<CudaDriver> find(const Lookup& lookup, const std::string& library);
 };
 
 }  // namespace mooncake

@@ -3,14 +3,17 @@
 namespace mooncake {
 namespace {
 
+// Errors for which the oldest cuda.h that this library is built with, of CUDA 12.0, has no names.
+constexpr int kCallRequiresNewerDriver = 36, kContained = 226, kTensorMemoryLeak = 721;
+
 ErrorCode codeOf(CUresult result) {
-  switch (result) {
+  switch (static_cast<int>(result)) {
     case CUDA_ERROR_OUT_OF_MEMORY:
     case CUDA_ERROR_TOO_MANY_PEERS:
       return ErrorCode::kExhausted;
     case CUDA_ERROR_NO_DEVICE:
     case CUDA_ERROR_STUB_LIBRARY:
-    case CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER:
+    case kCallRequiresNewerDriver:
     case CUDA_ERROR_NOT_SUPPORTED:
     case CUDA_ERROR_PEER_ACCESS_UNSUPPORTED:
     case CUDA_ERROR_NO_BINARY_FOR_GPU:
@@ -57,12 +60,12 @@ Error cudaError(const CudaDriver& driver, const std::string& subject, CUresult r
         ": libcuda.so.1 is the toolkit's stub, and no driver. Take its folder out of "
         "LD_LIBRARY_PATH";
   }
+  if (static_cast<int>(result) == kCallRequiresNewerDriver)  // an old driver may not know its name
+    message += ": the CUDA driver is too old for this call. Install a newer one";
   return {codeOf(result), std::move(message)};
 }
 
 bool losesContext(CUresult result) {
-  // cuda.h of CUDA 12.0 has no names for these.
-  constexpr int kContained = 226, kTensorMemoryLeak = 721;
   switch (static_cast<int>(result)) {
     case CUDA_ERROR_DEINITIALIZED:  // the process ends
     case CUDA_ERROR_ECC_UNCORRECTABLE:

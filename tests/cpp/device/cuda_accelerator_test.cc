@@ -350,6 +350,27 @@ TEST_F(CudaAcceleratorTest, AnErrorThatTheDriverDoesNotKnowHasItsNumber) {
             "cuda: cuStreamSynchronize on device 0: error 4711");
 }
 
+// CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER, for which cuda.h of CUDA 12.8 has no name.
+TEST_F(CudaAcceleratorTest, ACallThatNeedsANewerDriverIsUnsupported) {
+  const auto newer = static_cast<CUresult>(36);
+  driver.unnamed = {36};
+  StreamWord word{0};
+  driver.results = {{"cuStreamWriteValue32", newer}, {"cuIpcOpenMemHandle", newer}};
+  use(0);
+  const ExportedMemory memory{.handle = std::string(64, 'x')};
+  for (const auto& [function, status] : std::map<std::string, Status>{
+           {"cuStreamWriteValue32", cuda->writeWord(streamOf(0), &word, 1)},
+           {"cuIpcOpenMemHandle", cuda->importMemory(memory, 0).status()}}) {
+    EXPECT_EQ(status.code(), ErrorCode::kUnsupported);
+    EXPECT_EQ(status.error().message,
+              "cuda: " + function +
+                  " on device 0: error 36: the CUDA driver is too old for this call. Install a "
+                  "newer one");
+  }
+  driver.results.clear();
+  EXPECT_OK(cuda->writeWord(streamOf(0), &word, 1));
+}
+
 TEST_F(CudaAcceleratorTest, ADeviceThatIsNotThereIsRefused) {
   for (const int device : {-1, 2}) {
     EXPECT_EQ(copy(streamOf(device)).code(), ErrorCode::kInvalidArgument);

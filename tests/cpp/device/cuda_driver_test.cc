@@ -9,6 +9,7 @@
 #include "device/cuda/cuda_accelerator.h"
 #include "device/cuda/open_cuda.h"
 #include "device/peer_memory_suite.h"
+#include "device/scripted_driver.h"
 
 namespace mooncake::testing {
 namespace {
@@ -76,6 +77,52 @@ TEST(CudaDriverTest, ADriverThatIsTooOldSaysWhatItLacks) {
   for (const char* function : {"cuInit", "cuMemGetAddressRange_v2", "cuStreamWaitValue32_v2",
                                "cuCtxPushCurrent_v2", "cuIpcOpenMemHandle_v2"})
     EXPECT_NE(loaded.error().message.find(function), std::string::npos) << loaded.error().message;
+}
+
+// The driver's library, as CudaDriver::load() would read it.
+Result<CudaDriver> loadScripted(const ScriptedDriver& driver) {
+  return CudaDriver::find([&](const char* name) { return driver.symbol(name); }, "libscripted.so");
+}
+
+TEST(CudaDriverTest, AnOldDriverSaysItsVersionAndWhatItLacks) {
+  ScriptedDriver driver;
+  driver.version = 11040;
+  EXPECT_TRUE(loadScripted(driver).ok());
+  driver.missing = {"cuLibraryLoadData", "cuLaunchKernelEx"};
+  const auto loaded = loadScripted(driver);
+  ASSERT_FALSE(loaded.ok());
+  EXPECT_EQ(loaded.error().code, ErrorCode::kUnsupported);
+  EXPECT_EQ(loaded.error().message,
+            "the CUDA driver libscripted.so, for CUDA 11.4, lacks cuLibraryLoadData, "
+            "cuLaunchKernelEx. Install a driver for CUDA 12 or later");
+}
+
+TEST(CudaDriverTest, EachFunctionOfTheTableIsRequired) {
+  ScriptedDriver driver;
+  std::vector<std::string> names;
+  ASSERT_TRUE(CudaDriver::find(
+                  [&](const char* name) {
+                    names.emplace_back(name);
+                    return driver.symbol(name);
+                  },
+                  "libscripted.so")
+                  .ok());
+  EXPECT_GT(names.size(), 50u);
+  for (const std::string& name : names) {
+    driver.missing = {name};
+    const auto loaded = loadScripted(driver);
+    ASSERT_FALSE(loaded.ok()) << name;
+    EXPECT_NE(loaded.error().message.find(" lacks " + name + "."), std::string::npos)
+        << loaded.error().message;
+  }
+}
+
+TEST(CudaDriverTest, ADriverThatDoesNotTellItsVersionIsRefusedWithoutIt) {
+  ScriptedDriver driver;
+  driver.missing = {"cuMemCreate"};
+  driver.results["cuDriverGetVersion"] = CUDA_ERROR_INVALID_VALUE;
+  const std::string message = loadScripted(driver).status().error().message;
+  EXPECT_TRUE(message.starts_with("the CUDA driver libscripted.so lacks cuMemCreate. ")) << message;
 }
 
 // The toolkit has a library with all names of the driver and nothing behind them.

@@ -76,6 +76,9 @@ class ScriptedDriver {
   std::vector<CUcontext> stack;  // the thread's contexts, the current one last
   CUstreamCaptureMode captureMode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   std::map<std::string, CUresult> results;  // of functions that fail
+  int version = 13000;                      // of CUDA, 1000 * major + 10 * minor
+  std::set<std::string> missing;            // functions that symbol() does not find
+  std::set<int> unnamed = {4711};           // errors that the driver does not know
   std::map<CUdeviceptr, Memory> memory;
   std::set<CUstream> capturing;
   size_t graphNodes = 2;                 // of each graph
@@ -98,6 +101,19 @@ class ScriptedDriver {
   std::vector<Copy> copies;
   std::vector<Word> writes, waits;
   unsigned eventFlags = 0, streamFlags = 0, hostFlags = 0, importFlags = 0;
+
+  // Returns the address of the function that the driver's library has under this name, or nullptr.
+  void* symbol(const std::string& name) const {
+    if (missing.contains(name)) return nullptr;
+      // Through a second macro, a name becomes a text with its version.
+#define MOONCAKE_SCRIPTED_TEXT(name) #name
+#define MOONCAKE_SCRIPTED_SYMBOL(function) \
+  if (name == MOONCAKE_SCRIPTED_TEXT(function)) return reinterpret_cast<void*>(table.function);
+    MOONCAKE_CUDA_FUNCTIONS(MOONCAKE_SCRIPTED_SYMBOL)
+#undef MOONCAKE_SCRIPTED_SYMBOL
+#undef MOONCAKE_SCRIPTED_TEXT
+    return nullptr;
+  }
 
   // Returns the calls since the last time.
   std::vector<std::string> take() { return std::exchange(calls, {}); }
@@ -136,11 +152,11 @@ inline void ScriptedDriver::fill() {
   table.cuInit = [](unsigned) { return self()->called("cuInit"); };
   table.cuGetErrorName = [](CUresult error, const char** name) {
     *name = error == CUDA_ERROR_ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OTHER";
-    return static_cast<int>(error) == 4711 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    return self()->unnamed.contains(error) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
   };
   table.cuGetErrorString = [](CUresult error, const char** text) {
     *text = "as the driver says it";
-    return static_cast<int>(error) == 4711 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    return self()->unnamed.contains(error) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
   };
   table.cuDeviceGet = [](CUdevice* device, int ordinal) {
     *device = ordinal;
@@ -159,7 +175,7 @@ inline void ScriptedDriver::fill() {
     return self()->called("cuDeviceGetName");
   };
   table.cuDriverGetVersion = [](int* version) {
-    *version = 13000;
+    *version = self()->version;
     return self()->called("cuDriverGetVersion");
   };
   table.cuDeviceCanAccessPeer = [](int* can, CUdevice device, CUdevice peer) {
