@@ -34,7 +34,7 @@ from common import (
     spread,
     write_json_lines,
 )
-from ranks import Rank, mpi_missing, run_job, run_jobs_in_turns, run_main
+from ranks import Rank, mpi_missing, nccl_missing, run_job, run_jobs_in_turns, run_main
 
 Rows = list[dict[str, Any]]
 
@@ -252,8 +252,12 @@ def main(argv: list[str] | None = None) -> int:
     start, watch, facts, cells = time.monotonic(), OthersWatch(), machine_facts(), []
     for mode in args.modes:
         for ranks in args.ranks:
+            able = backends
+            if "nccl" in backends and (why := nccl_missing(ranks)):
+                print(f"without NCCL: {why}")
+                able = [name for name in backends if name != "nccl"]
             cells += run(
-                backends,
+                able,
                 ranks,
                 sizes=size_steps(args.begin, args.end, args.factor),
                 ops=args.ops,

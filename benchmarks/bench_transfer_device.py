@@ -5,7 +5,7 @@ and beside messages of NCCL and Gloo, in turns within the same two processes of 
     python benchmarks/bench_transfer_device.py           # fake devices: their copies cost a core
 
 `gloo` copies from the device, sends CPU tensors, and copies to the device, as it must. The ranks
-share a GPU if there is only one.
+share a GPU if there is only one. NCCL then takes no part: it connects no two ranks of one GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from common import (
     spread,
     write_json_lines,
 )
-from ranks import COLLECTIVE_TIMEOUT_S, Rank, run_job, run_main
+from ranks import COLLECTIVE_TIMEOUT_S, Rank, nccl_missing, run_job, run_main
 
 HOST = "127.0.0.1"
 WRITTEN = ("device", "host")  # by the engine
+RANKS = 2
 
 Rows = list[dict[str, Any]]
 
@@ -172,12 +173,16 @@ def main() -> int:
     parser.add_argument("-f", "--factor", type=int, default=16)
     parser.add_argument("--device", default="fake", help="fake (tests/fake_device), or cuda")
     parser.add_argument("--wire", default="shm", help="of the engine: shm or tcp")
-    parser.add_argument("--backends", type=names, help="default: gloo, and nccl for cuda")
+    parser.add_argument("--backends", type=names, help="default: gloo, and nccl for two GPUs")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="also writes the rows to this file")
     args = parser.parse_args()
     if args.backends is None:
-        args.backends = ["nccl", "gloo"] if args.device == "cuda" else ["gloo"]
+        args.backends = ["gloo"]
+        if args.device == "cuda" and (why := nccl_missing(RANKS)):
+            print(f"without NCCL: {why}")
+        elif args.device == "cuda":
+            args.backends = ["nccl", "gloo"]
     spec = {
         "sizes": size_steps(args.begin, args.end, args.factor),
         "device": args.device,
@@ -185,7 +190,7 @@ def main() -> int:
         "backends": args.backends,
         "rounds": args.rounds,
     }
-    rows = run_job("bench_transfer_device:rank_main", 2, spec)
+    rows = run_job("bench_transfer_device:rank_main", RANKS, spec)
     show(rows, [*WRITTEN, *args.backends])
     write_json_lines(args.json, [machine_facts(), *rows])
     return 0

@@ -184,6 +184,16 @@ def mpi_missing() -> str | None:
     return None
 
 
+def nccl_missing(ranks: int) -> str | None:
+    """Why NCCL cannot connect so many ranks on this machine, or None if it can."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if ranks > gpus:
+        return f"it needs a GPU for each rank; {ranks} ranks, {gpus} GPUs"
+    return None
+
+
 def is_registered(backend: str) -> bool:
     """Whether torch.distributed knows this backend. Imports the package first, so that it can
     register itself."""

@@ -124,6 +124,47 @@ def test_the_list():
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == list(parts.PARTS)
 
 
+def test_one_systematic_failure_does_not_take_all_the_time():
+    suites = [step for step in STEPS if "pytest" in step.command]
+    assert suites
+    for step in suites:
+        assert "--maxfail=4" in step.command, step.name
+        assert step.env["RANKS_DEADLINE"] == "20", step.name
+    assert not [step.name for step in STEPS if any("NCCL" in name for name in step.env)]
+
+
+def load_parts(tmp_path, binary=None):
+    """The parts of a clone that has nothing but them."""
+    copy = tmp_path / "tests/gpu/parts.py"
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    text = (ROOT / "tests/gpu/parts.py").read_text()
+    copy.write_text(text.replace("/usr/include/gtest", str(tmp_path / "nowhere")))
+    env = {name: value for name, value in os.environ.items() if name != "GTest_ROOT"}
+    if binary:
+        env["MOONCAKE_TESTS_BINARY"] = str(binary)
+    return subprocess.run(
+        [sys.executable, copy, "driver"], env=env, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_tests_of_the_driver_without_googletest(tmp_path):
+    ran = load_parts(tmp_path)
+    assert ran.returncode == 1
+    for part in ("neither GoogleTest nor a binary", "tests/gpu/carry.sh", "MOONCAKE_TESTS_BINARY"):
+        assert part in ran.stdout, ran.stdout
+
+
+def test_tests_of_the_driver_that_were_built_elsewhere(tmp_path):
+    binary = tmp_path / "built"
+    binary.write_text("#!/bin/sh\necho given $1\n")
+    binary.chmod(0o755)
+    ran = load_parts(tmp_path, binary)
+    assert ran.returncode == 0, ran.stdout
+    log = (tmp_path / "build/gpu/driver.log").read_text()
+    assert "given --gtest_filter=*Cuda*:-Cuda/PeerMemorySuite/*" in log
+    assert "cmake" not in log
+
+
 # A stand-in for compute-sanitizer: runs the tests, and then says that it found something or not.
 SANITIZER = """#!/bin/sh
 echo "given $*"

@@ -6,11 +6,15 @@
 Each part ends with a table of its steps: tests that passed, failed and were skipped, and seconds.
 build/gpu/PART.txt has the table, build/gpu/PART.log all output. A step that is not over at the
 part's bound is stopped, and the steps after it do not run. Exit status 1: not everything passed.
+
+Part `driver` needs GoogleTest, or a binary of its tests that tests/gpu/carry.sh has built on
+another machine: .gpu/mooncake_tests, or the one that MOONCAKE_TESTS_BINARY names.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,8 +29,14 @@ ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 480.0
 STOPPING_S = 20.0  # of the bound: for a step that is told to end
 
-TEST_DEVICE = {"TEST_DEVICE": "cuda"}
-BINARY = "build/cpp-gpu/mooncake_tests"
+# One systematic failure must not take all of a part's time: a test ends soon, and so does a suite.
+TEST_DEVICE = {"TEST_DEVICE": "cuda", "RANKS_DEADLINE": "20"}
+MOST_FAILURES = 4
+NO_PROGRAM = 127  # the shell's status of a program that is missing
+CARRIED = os.environ.get("MOONCAKE_TESTS_BINARY", ".gpu/mooncake_tests")
+BUILT = "build/cpp-gpu/mooncake_tests"
+IS_CARRIED = (ROOT / CARRIED).is_file()
+BINARY = str(ROOT / CARRIED) if IS_CARRIED else BUILT
 # One process each: an error of the driver may end the context of all that follow.
 PEER_MEMORY = [
     "TwoMappingsShowOneMemory",
@@ -60,7 +70,7 @@ def suites(name: str, *arguments: str, jobs: int = 1) -> Step:
     """Tests of Python, each with all of its marks."""
     report = f"{{}}/{name}.xml"
     parallel = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    options = ["-q", "-m", "", f"--junitxml={report}", *parallel]
+    options = ["-q", "-m", "", f"--maxfail={MOST_FAILURES}", f"--junitxml={report}", *parallel]
     return Step(name, ["python", "-m", "pytest", *options, *arguments], TEST_DEVICE, report)
 
 
@@ -71,10 +81,8 @@ def driver_tests(name: str, pattern: str) -> Step:
 
 
 def timing(name: str, script: str, *arguments: str, **env: str) -> Step:
-    # NCCL puts several ranks on one GPU only when it is told to.
-    several = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **env}
     command = ["python", f"benchmarks/{script}", "--device", "cuda", *arguments]
-    return Step(name, command, several, shows=True)
+    return Step(name, command, env, shows=True)
 
 
 def sanitized(name: str, tool: str, *tests: str) -> Step:
@@ -90,7 +98,13 @@ def files(*names: str) -> list[str]:
 
 STAGED = ["-k", "(device or cuda) and not kernels"]
 KERNELS = ["-k", "device-kernels and not hosts"]
-BUILD = """cmake -S csrc -B build/cpp-gpu -G Ninja -DCMAKE_BUILD_TYPE=Release \
+BUILD = """if [ ! -e /usr/include/gtest/gtest.h ] && [ -z "${GTest_ROOT-}" ]; then
+  echo "No tests of the driver: this machine has neither GoogleTest nor a binary of the tests."
+  echo "Build the binary where GoogleTest is (tests/gpu/carry.sh), and bring .gpu/mooncake_tests,"
+  echo "or set MOONCAKE_TESTS_BINARY to it. Or install libgtest-dev, or set GTest_ROOT."
+  exit 1
+fi
+cmake -S csrc -B build/cpp-gpu -G Ninja -DCMAKE_BUILD_TYPE=Release \
 -DMOONCAKE_BUILD_TESTS=ON -DMOONCAKE_BUILD_EXTENSION=OFF -DMOONCAKE_TEST_FILES=cuda_ &&
 cmake --build build/cpp-gpu --target mooncake_tests -j "$(nproc)" """
 
@@ -106,7 +120,7 @@ SANITIZED = {
 PARTS: dict[str, list[Step]] = {
     # The seam to CUDA's driver, function by function; kernels; memory that processes share.
     "driver": [
-        Step("build", ["bash", "-c", BUILD]),
+        *([] if IS_CARRIED else [Step("build", ["bash", "-c", BUILD])]),
         driver_tests("functions", "*Cuda*:-Cuda/PeerMemorySuite/*"),
         *(driver_tests(name, f"Cuda/PeerMemorySuite/*.{name}") for name in PEER_MEMORY),
     ],
@@ -212,9 +226,9 @@ def counts(report: Path) -> tuple[int, int, int]:
     return passed, failed, skipped
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], patience: float) -> None:
     """Ends the process and all of its group: first by SIGINT, after which pytest still reports."""
-    for number, patience in ((signal.SIGINT, STOPPING_S / 2), (signal.SIGKILL, STOPPING_S / 2)):
+    for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:
@@ -223,7 +237,36 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             process.wait(patience)
         except subprocess.TimeoutExpired:
             continue
-    process.wait()
+    # A process that waits in the driver may outlive SIGKILL for some time. No step waits for it.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+
+
+def execute(
+    command: Sequence[str], env: dict[str, str], log: Path, seconds: float, patience: float
+) -> int | None:
+    """Runs the command, and appends its output to the log. Returns its exit status, or None if it
+    was stopped after the seconds. Then it has twice `patience` to end, with all that it started."""
+    with log.open("ab") as out:
+        try:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **env},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            out.write(f"cannot start {command[0]}: {error.strerror}\n".encode())
+            return NO_PROGRAM
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            stop(process, patience)  # also processes that it has left
 
 
 def run_step(step: Step, folder: Path, log: Path, seconds: float) -> Row:
@@ -232,27 +275,13 @@ def run_step(step: Step, folder: Path, log: Path, seconds: float) -> Row:
     if report:
         report.unlink(missing_ok=True)
     command = [word.format(folder) if step.report else word for word in step.command]
-    note = ""
     with log.open("ab") as out:
         out.write(f"\n[gpu] {step.name}: {' '.join(command)}\n".encode())
-        out.flush()
-        start = out.tell()
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **step.env},
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(seconds)
-            note = f"status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            status, note = 1, "stopped at the part's bound"
-        finally:
-            stop(process)  # also processes that it has left
+    start = log.stat().st_size
+    status = execute(command, step.env, log, seconds, STOPPING_S / 2)
+    note = f"status {status}" if status else ""
+    if status is None:
+        status, note = 1, "stopped at the part's bound"
     if step.shows or status:
         with log.open("rb") as output:
             output.seek(start)

@@ -4,6 +4,7 @@
 # Usage: tests/gpu/run.sh [part ...]   without arguments: all parts, one after the other
 #        tests/gpu/run.sh setup        only builds and installs, which comes before the first part: some minutes
 #        tests/gpu/run.sh --list       the parts
+# tests/gpu/first.sh is the first look at such a machine, in ten minutes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -16,8 +17,8 @@ timeout 60 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 
 # A machine without a network brings torch and the tools itself.
 if [ ! -e .venv/torch.stamp ] && python3 -c 'import aiohttp, hypothesis, numpy, pytest, setuptools, torch, xdist' 2>/dev/null; then
-  [ -x .venv/bin/python ] || python3 -m venv --system-site-packages .venv
-  MOONCAKE_BUILD_SIM=1 timeout 470 .venv/bin/python -m pip install -q --no-index --no-build-isolation --no-deps -e .
+  mkdir -p build/gpu
+  timeout 470 tests/gpu/venv.sh .venv install >build/gpu/install.log 2>&1 || { tail -n 60 build/gpu/install.log; exit 1; }
 else
   tests/setup_env.sh
 fi
