@@ -2,7 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 
@@ -13,6 +15,7 @@
 namespace mooncake {
 
 class PeerMemory;     // device/peer_memory.h
+class StreamQueues;   // device/stream_queues.h
 struct KernelLaunch;  // device/kernel_launch.h, and KernelRoom
 struct KernelRoom;
 
@@ -37,6 +40,9 @@ class Accelerator {
   virtual void freePinned(std::span<std::byte> memory) = 0;
 
   virtual Result<DeviceStream> createStream(int device) = 0;
+  // Returns the streams of a device, which this object keeps, by the queues that they share. The first
+  // call takes some milliseconds.
+  Result<StreamQueues*> streamQueues(int device);
   // The stream's work still runs.
   virtual void destroyStream(DeviceStream stream) = 0;
   // Waits on the host until the stream's work so far is over.
@@ -53,6 +59,9 @@ class Accelerator {
   // Enqueues a wait until `word` has reached `value`: int32_t(*word - value) >= 0.
   virtual Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) = 0;
 
+  // Sets the calling thread's mode and returns the one before it, kGlobal at first. It counts for
+  // torch's calls: those of this class are as with kRelaxed.
+  virtual CaptureMode exchangeCaptureMode(CaptureMode mode) = 0;
   // Whether the stream's calls are recorded into a graph and not run.
   virtual Result<bool> isCapturing(DeviceStream stream) = 0;
 
@@ -75,6 +84,10 @@ class Accelerator {
 
   // Memory that is made to be shared, and that outlives its process. Null: there are no devices.
   virtual PeerMemory* peerMemory() = 0;
+
+ private:
+  std::mutex queuesMutex_;  // guards queues_
+  std::map<int, std::shared_ptr<StreamQueues>> queues_;
 };
 
 }  // namespace mooncake

@@ -27,6 +27,13 @@ struct DeviceStream {
   void* handle = nullptr;
 };
 
+// What a thread may ask of the driver while another thread captures a graph: cudaStreamCaptureMode.
+enum class CaptureMode : uint8_t {
+  kGlobal,       // no call that could disturb any capture, such as a look at an event
+  kThreadLocal,  // no call that could disturb a capture of this thread
+  kRelaxed,      // any call
+};
+
 // A word in pinned memory that a stream and the host share. It counts upwards and may wrap.
 using StreamWord = std::atomic<uint32_t>;
 

@@ -24,6 +24,7 @@ class HostAccelerator final : public Accelerator {
   bool hasStreamWords(int device) const override;
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
+  CaptureMode exchangeCaptureMode(CaptureMode) override { return CaptureMode::kGlobal; }
   Result<bool> isCapturing(DeviceStream stream) override;
   Status prepareKernels(int device) override;
   Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;

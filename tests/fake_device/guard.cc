@@ -45,12 +45,15 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const c10::Stream& stream) const override {
+    check(devices().enterUnsafe("queryStream"));
     return devices().isIdle(nativeStream(stream));
   }
   void synchronizeStream(const c10::Stream& stream) const override {
+    check(devices().enterUnsafe("synchronizeStream"));
     check(devices().synchronize(nativeStream(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    check(devices().enterUnsafe("synchronizeDevice"));
     for (const mooncake::DeviceStream stream : devices().streams(device))
       check(devices().synchronize(stream));
   }
@@ -69,8 +72,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& stream) const override {
     if (event) eventOf(event)->block(stream);
   }
-  bool queryEvent(void* event) const override { return !event || eventOf(event)->hasHappened(); }
+  bool queryEvent(void* event) const override {
+    check(devices().enterUnsafe("queryEvent"));
+    return !event || eventOf(event)->hasHappened();
+  }
   void synchronizeEvent(void* event) const override {
+    check(devices().enterUnsafe("synchronizeEvent"));
     if (event) eventOf(event)->synchronize();
   }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {

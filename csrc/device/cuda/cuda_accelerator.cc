@@ -245,6 +245,15 @@ Status CudaAccelerator::recordWords(DeviceStream stream, StreamWord* word) {
   return recorded;
 }
 
+CaptureMode CudaAccelerator::exchangeCaptureMode(CaptureMode mode) {
+  constexpr CUstreamCaptureMode kModes[] = {CU_STREAM_CAPTURE_MODE_GLOBAL,
+                                            CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+                                            CU_STREAM_CAPTURE_MODE_RELAXED};
+  CUstreamCaptureMode exchanged = kModes[size_t(mode)];
+  if (driver_.cuThreadExchangeStreamCaptureMode(&exchanged) != CUDA_SUCCESS) return mode;
+  return CaptureMode(std::ranges::find(kModes, exchanged) - std::begin(kModes));
+}
+
 Result<bool> CudaAccelerator::isCapturing(DeviceStream stream) {
   CUstreamCaptureStatus capture = CU_STREAM_CAPTURE_STATUS_NONE;
   MOONCAKE_TRY(run("cuStreamIsCapturing", stream,

@@ -36,6 +36,7 @@ class CudaAccelerator final : public Accelerator, public WordRecorder {
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status checkRecordedWords(int device) override;
+  CaptureMode exchangeCaptureMode(CaptureMode mode) override;
   Result<bool> isCapturing(DeviceStream stream) override;
   Status prepareKernels(int device) override;
   Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "device/fake/fake_env.h"
 #include "device/replay_event.h"
 
 namespace mooncake {
@@ -16,6 +17,15 @@ constexpr std::chrono::seconds kPatienceAtExit{1};
 
 Error failed(const char* call, ErrorCode code, const std::string& cause) {
   return {code, std::string("fake ") + call + ": " + cause};
+}
+
+thread_local CaptureMode modeOfThread = CaptureMode::kGlobal;
+
+size_t queuesOfEnvironment() {
+  const auto env = FakeEnv::read();
+  if (env.ok()) return env->queues;
+  log(LogLevel::kError, "device", env.error().message);
+  std::abort();
 }
 
 // Adds the call to the error's text.
@@ -227,12 +237,23 @@ Status FakeAccelerator::writeWord(DeviceStream stream, StreamWord* word, uint32_
 }
 
 Status FakeAccelerator::awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) {
-  return addWord("awaitWord", stream, word, [=](FakeStream& runs) { runs.awaitWord(word, value); });
+  return addWord("awaitWord", stream, word,
+                 {[=](FakeStream& runs) { runs.awaitWord(word, value); }, /*isWait=*/true});
 }
 
 Status FakeAccelerator::checkRecordedWords(int device) {
   MOONCAKE_TRY(enter("checkRecordedWords"));
   return checkDevice("checkRecordedWords", device);
+}
+
+CaptureMode FakeAccelerator::exchangeCaptureMode(CaptureMode mode) {
+  return std::exchange(modeOfThread, mode);
+}
+
+Status FakeAccelerator::enterUnsafe(const std::string& call) {
+  if (modeOfThread != CaptureMode::kGlobal || !streams_.spoilCaptures(call)) return {};
+  return failed(call.c_str(), ErrorCode::kInvalidArgument,
+                "a thread captures a graph, and the mode of this one is global");
 }
 
 Result<bool> FakeAccelerator::isCapturing(DeviceStream stream) {
@@ -361,13 +382,16 @@ Status FakeAccelerator::replay(uint64_t graph, DeviceStream stream) {
 
 FakeDevices& fakeDevices() {
   static FakeAccelerator* const devices = [] {
-    static FakeAccelerator* const made = new FakeAccelerator;  // never destroyed: threads use it
+    // Never destroyed: threads use it.
+    static FakeAccelerator* const made = new FakeAccelerator(queuesOfEnvironment());
     std::atexit([] { made->end(Deadline::after(kPatienceAtExit)); });
     return made;
   }();
   return *devices;
 }
 
-std::unique_ptr<FakeDevices> makeFakeDevices() { return std::make_unique<FakeAccelerator>(); }
+std::unique_ptr<FakeDevices> makeFakeDevices(size_t queues) {
+  return std::make_unique<FakeAccelerator>(queues);
+}
 
 }  // namespace mooncake

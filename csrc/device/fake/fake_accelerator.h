@@ -22,6 +22,8 @@ namespace mooncake {
 // Puts memory, streams and injected failures together.
 class FakeAccelerator final : public FakeDevices, public PeerMemory, public WordRecorder {
  public:
+  explicit FakeAccelerator(size_t queues) : streams_(FakeMemory::kDevices, queues) {}
+
   const char* name() const override { return "fake"; }
   int deviceCount() const override { return FakeMemory::kDevices; }
   Result<std::string> describe(int device) override;
@@ -37,6 +39,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   Status writeWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) override;
   Status checkRecordedWords(int device) override;
+  CaptureMode exchangeCaptureMode(CaptureMode mode) override;
   Result<bool> isCapturing(DeviceStream stream) override;
   Status prepareKernels(int device) override;
   Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) override;
@@ -65,6 +68,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   std::vector<std::string> callers() const override { return callers_.names(); }
   void loseContext() override;
   void limitMemory(size_t bytes) override;
+  Status enterUnsafe(const std::string& call) override;
   Status beginCapture(DeviceStream stream) override;
   Result<uint64_t> endCapture(DeviceStream stream) override;
   Status replay(uint64_t graph, DeviceStream stream) override;
@@ -95,7 +99,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   std::mutex mutex_;   // guards ended_
   std::string ended_;  // the reason why calls fail; empty: none
 
-  FakeStreams streams_{FakeMemory::kDevices};  // ends first: its work uses the rest
+  FakeStreams streams_;  // ends first: its work uses the rest
 };
 
 }  // namespace mooncake

@@ -62,6 +62,9 @@ class FakeDevices : public Accelerator {
   // The bytes of device memory that allocate() and allocateShared() give at most; beyond, they return
   // kExhausted.
   virtual void limitMemory(size_t bytes) = 0;
+  // For a call of torch that CUDA forbids during captures: a look at an event, or a wait on the host.
+  // If a capture is on and the thread's mode is global, it fails and spoils the captures.
+  virtual Status enterUnsafe(const std::string& call) = 0;
   // Calls on the stream are recorded and not run until endCapture(). A stream joins the capture if
   // it blocks on an event that was recorded in it; the stream that began must block on the others'
   // last work before endCapture(). Waits on the host and events from outside spoil a capture.
@@ -72,11 +75,13 @@ class FakeDevices : public Accelerator {
 };
 
 // The fake devices of this process, two of them. A stream has a thread from its first work on. At
-// the end of the process, work that has not begun is dropped.
+// the end of the process, work that has not begun is dropped. The variable FAKE_QUEUES is `queues` of
+// makeFakeDevices(), by default 8 as in CUDA.
 FakeDevices& fakeDevices();
 
 // Two more, for a test that loses their context, say. The destructor drops work that has not begun
-// and waits for the rest.
-std::unique_ptr<FakeDevices> makeFakeDevices();
+// and waits for the rest. `queues`: each device has so many for its streams, see FakeQueue; 0: each
+// stream has one.
+std::unique_ptr<FakeDevices> makeFakeDevices(size_t queues = 0);
 
 }  // namespace mooncake

@@ -29,9 +29,10 @@ FakeStream::Task FakeMark::recordTask(std::shared_ptr<FakeMark> mark) {
 }
 
 FakeStream::Task FakeMark::waitTask(std::shared_ptr<FakeMark> mark) {
-  return [mark = std::move(mark)](FakeStream& waiting) {
-    if (mark->awaitEnd() == State::kDropped) waiting.halt();
-  };
+  return {[mark = std::move(mark)](FakeStream& waiting) {
+            if (mark->awaitEnd() == State::kDropped) waiting.halt();
+          },
+          /*isWait=*/true};
 }
 
 }  // namespace mooncake

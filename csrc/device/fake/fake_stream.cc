@@ -8,10 +8,11 @@
 
 namespace mooncake {
 
-FakeStream::FakeStream(DeviceStream id)
+FakeStream::FakeStream(DeviceStream id, std::shared_ptr<FakeQueue> queue)
     : id_(id),
       name_("stream " + std::to_string(reinterpret_cast<uintptr_t>(id.handle)) +
-            " of fake device " + std::to_string(id.device)) {}
+            " of fake device " + std::to_string(id.device)),
+      queue_(std::move(queue)) {}
 
 FakeStream::~FakeStream() {
   halt();
@@ -28,7 +29,7 @@ Status FakeStream::enqueue(Task&& task) {
     if (!started.ok()) return started.error();
     thread_ = std::move(*started);
   }
-  tasks_.push_back(std::move(task));
+  tasks_.push_back({std::move(task), queue_ ? queue_->enter() : 0});
   ++enqueued_;
   changed_.notify_all();
   return {};
@@ -37,7 +38,7 @@ Status FakeStream::enqueue(Task&& task) {
 void FakeStream::retain(std::shared_ptr<void> object) {
   std::lock_guard lock(mutex_);
   if (isOver_ || done_ == enqueued_) return;
-  tasks_.push_back([object = std::move(object)](FakeStream&) {});
+  tasks_.push_back({[object = std::move(object)](FakeStream&) {}});
   ++enqueued_;
 }
 
@@ -63,9 +64,12 @@ void FakeStream::close() {
 }
 
 void FakeStream::halt() {
-  std::lock_guard lock(mutex_);
-  isHalted_ = true;
-  changed_.notify_all();
+  {
+    std::lock_guard lock(mutex_);
+    isHalted_ = true;
+    changed_.notify_all();
+  }
+  if (queue_) queue_->wake();
 }
 
 bool FakeStream::hasEnded() {
@@ -89,9 +93,22 @@ bool FakeStream::awaitWord(const StreamWord* word, uint32_t value) {
     if (static_cast<int32_t>(word->load(std::memory_order_acquire) - value) >= 0) return true;
     // An eighth of the wait so far: short waits end soon, and long ones cost little.
     const auto pause = std::clamp((Clock::now() - began) / 8, kShortest, kLongest);
-    changed_.wait_for(lock, pause, [&] { return isHalted_; });
+    changed_.wait_for(lock, pause, [&] { return isHalted_.load(); });
   }
   return false;
+}
+
+void FakeStream::pass(const Place& place) {
+  if (queue_ && place.ticket != 0) queue_->pass(place.ticket);
+}
+
+void FakeStream::runInTurn(Place& place) {
+  if (queue_ && place.ticket != 0) {
+    if (!queue_->awaitHead(place.ticket, isHalted_)) return pass(place);
+  }
+  if (!place.task.isWait) pass(place);
+  place.task.run(*this);
+  pass(place);
 }
 
 void FakeStream::run() {
@@ -99,18 +116,19 @@ void FakeStream::run() {
   for (;;) {
     changed_.wait(lock, [&] { return !tasks_.empty() || isClosed_ || isHalted_; });
     if (tasks_.empty() || isHalted_) break;
-    Task task = std::move(tasks_.front());
+    Place place = std::move(tasks_.front());
     tasks_.pop_front();
     lock.unlock();
-    task(*this);
-    task = nullptr;  // its objects go before the task counts as done
+    runInTurn(place);
+    place.task = {};  // its objects go before the task counts as done
     lock.lock();
     ++done_;
     changed_.notify_all();
   }
   while (!tasks_.empty()) {
-    std::deque<Task> dropped = std::exchange(tasks_, {});
+    std::deque<Place> dropped = std::exchange(tasks_, {});
     lock.unlock();
+    for (const Place& place : dropped) pass(place);
     dropped.clear();  // destructors of a task's objects may take any lock
     lock.lock();
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -8,10 +9,13 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <type_traits>
+#include <utility>
 
 #include "base/deadline.h"
 #include "base/result.h"
 #include "device/accelerator.h"
+#include "device/fake/fake_queue.h"
 
 namespace mooncake {
 
@@ -19,10 +23,19 @@ namespace mooncake {
 // with the first task. Thread-safe.
 class FakeStream {
  public:
-  // Gets the stream that runs it, which is another one if a graph is replayed.
-  using Task = std::function<void(FakeStream&)>;
+  struct Task {
+    Task() = default;
+    template <typename Work>
+    requires std::is_invocable_v<Work&, FakeStream&> Task(Work work, bool isWait = false)
+        : run(std::move(work)), isWait(isWait) {}
 
-  explicit FakeStream(DeviceStream id);
+    // Gets the stream that runs it, which is another one if a graph is replayed.
+    std::function<void(FakeStream&)> run;
+    bool isWait = false;  // for a word or an event: see FakeQueue
+  };
+
+  // `queue`: null, the stream has one of its own.
+  explicit FakeStream(DeviceStream id, std::shared_ptr<FakeQueue> queue = nullptr);
   ~FakeStream();  // halt(), then waits for the end of the task that runs
 
   DeviceStream id() const { return id_; }
@@ -51,19 +64,29 @@ class FakeStream {
   bool awaitWord(const StreamWord* word, uint32_t value);
 
  private:
+  struct Place {
+    Task task;
+    FakeQueue::Ticket ticket = 0;  // 0: the task is in no queue
+  };
+
   void run();
+  // Runs the task at its turn in the queue, or drops it after halt().
+  void runInTurn(Place& place);
+  // Makes room in the queue for a task that began, ended or was dropped.
+  void pass(const Place& place);
 
   const DeviceStream id_;
   const std::string name_;
+  const std::shared_ptr<FakeQueue> queue_;  // null: no other stream shares it
 
   std::mutex mutex_;  // guards the fields below
   std::condition_variable changed_;
-  std::deque<Task> tasks_;
+  std::deque<Place> tasks_;
   uint64_t enqueued_ = 0;  // number of tasks
   uint64_t done_ = 0;
   bool isClosed_ = false;
-  bool isHalted_ = false;
-  bool isOver_ = false;  // the thread runs no task any more
+  std::atomic<bool> isHalted_ = false;  // FakeQueue reads it without the lock
+  bool isOver_ = false;                 // the thread runs no task any more
   std::thread thread_;
 };
 

@@ -10,11 +10,18 @@ Error refused(std::string cause) { return {ErrorCode::kInvalidArgument, std::mov
 
 }  // namespace
 
-FakeStreams::FakeStreams(int devices) {
+FakeStreams::FakeStreams(int devices, size_t queues) : queues_(size_t(devices)) {
   for (int device = 0; device < devices; ++device) {
+    for (size_t i = 0; i < queues; ++i)
+      queues_[size_t(device)].all.push_back(std::make_shared<FakeQueue>());
     const DeviceStream first{.device = device, .handle = nullptr};
-    lanes_[{device, nullptr}].stream = std::make_shared<FakeStream>(first);
+    lanes_[{device, nullptr}].stream = std::make_shared<FakeStream>(first, nextQueue(device));
   }
+}
+
+std::shared_ptr<FakeQueue> FakeStreams::nextQueue(int device) {
+  auto& [all, next] = queues_[size_t(device)];
+  return all.empty() ? nullptr : all[next++ % all.size()];
 }
 
 FakeStreams::~FakeStreams() {
@@ -46,7 +53,7 @@ DeviceStream FakeStreams::create(int device) {
   std::lock_guard lock(mutex_);
   std::erase_if(closing_, [](const auto& stream) { return stream->hasEnded(); });
   const DeviceStream made{.device = device, .handle = reinterpret_cast<void*>(++lastStream_)};
-  lanes_[{device, made.handle}].stream = std::make_shared<FakeStream>(made);
+  lanes_[{device, made.handle}].stream = std::make_shared<FakeStream>(made, nextQueue(device));
   return made;
 }
 
@@ -150,6 +157,17 @@ void FakeStreams::retain(const std::shared_ptr<void>& object) {
   std::lock_guard lock(mutex_);
   for (auto& [key, lane] : lanes_) lane.stream->retain(object);
   for (auto& stream : closing_) stream->retain(object);
+}
+
+bool FakeStreams::spoilCaptures(const std::string& call) {
+  bool isAny = false;
+  std::lock_guard lock(mutex_);
+  for (auto& [key, lane] : lanes_) {
+    if (!lane.capture) continue;
+    isAny = true;
+    lane.capture->spoil("another thread called " + call);
+  }
+  return isAny;
 }
 
 Result<bool> FakeStreams::isCapturing(DeviceStream id) {

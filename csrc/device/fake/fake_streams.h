@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,7 +22,9 @@ namespace mooncake {
 // lock, as the objects of a task may come back here when they go.
 class FakeStreams {
  public:
-  explicit FakeStreams(int devices);  // each with a default stream, whose handle is null
+  // Each device has a default stream, whose handle is null. `queues`: the number of its FakeQueues,
+  // which its streams have in turn; 0: each stream has one.
+  FakeStreams(int devices, size_t queues);
   // halt(), and waits for the work that runs: its objects may still come here.
   ~FakeStreams();
   FakeStreams(const FakeStreams&) = delete;
@@ -47,6 +50,8 @@ class FakeStreams {
   // Keeps the object until the work so far of all streams is over.
   void retain(const std::shared_ptr<void>& object);
 
+  // Spoils the captures that are on, and returns whether there are any.
+  bool spoilCaptures(const std::string& call);
   Result<bool> isCapturing(DeviceStream id);
   Status beginCapture(DeviceStream id);
   // Returns the number of the graph.
@@ -66,12 +71,19 @@ class FakeStreams {
   using Graph = std::vector<FakeCapture::Node>;
 
   // All under the lock.
+  std::shared_ptr<FakeQueue> nextQueue(int device);
   Result<Lane*> find(DeviceStream id);
   bool isOn(const std::shared_ptr<FakeCapture>& capture) const;
   // Takes all streams out of the capture, and returns its nodes.
   Graph finish(const std::shared_ptr<FakeCapture>& capture);
 
-  std::mutex mutex_;  // guards the fields below
+  struct Queues {
+    std::vector<std::shared_ptr<FakeQueue>> all;
+    size_t next = 0;
+  };
+
+  std::mutex mutex_;            // guards the fields below
+  std::vector<Queues> queues_;  // of each device
   std::map<std::pair<int, void*>, Lane> lanes_;
   std::list<std::shared_ptr<FakeStream>> closing_;  // destroyed, and their work still runs
   uintptr_t lastStream_ = 0;

@@ -1,0 +1,18 @@
+#include "device/accelerator.h"
+
+#include "device/stream_queues.h"
+
+namespace mooncake {
+
+Result<StreamQueues*> Accelerator::streamQueues(int device) {
+  std::lock_guard lock(queuesMutex_);
+  auto& known = queues_[device];
+  if (!known) {
+    auto made = StreamQueues::make(*this, device);
+    if (!made.ok()) return made.error();
+    known = std::move(*made);
+  }
+  return known.get();
+}
+
+}  // namespace mooncake

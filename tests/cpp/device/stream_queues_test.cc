@@ -1,0 +1,222 @@
+#include "device/stream_queues.h"
+
+#include <algorithm>
+#include <gtest/gtest.h>
+#include <set>
+
+#include "device/accelerator_suite.h"
+#include "device/fake/fake_devices.h"
+#include "device/queue_probe.h"
+
+namespace mooncake::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+struct Device {
+  explicit Device(size_t queues) : devices(makeFakeDevices(queues)) {}
+
+  StreamWord* newWord() {
+    const auto memory = valueOf(devices->allocatePinned(sizeof(StreamWord)));
+    return new (memory.data()) StreamWord(0);
+  }
+  // Lets a stream wait for a word; release() ends all these waits.
+  void hold(DeviceStream stream) { EXPECT_OK(devices->awaitWord(stream, gate, 1)); }
+  void release() { gate->store(1); }
+  bool moves(DeviceStream stream, milliseconds limit = milliseconds(50)) {
+    StreamWord* const word = newWord();
+    EXPECT_OK(devices->writeWord(stream, word, 1));
+    const Deadline deadline = Deadline::after(limit);
+    while (word->load() != 1 && !deadline.passed()) std::this_thread::yield();
+    return word->load() == 1;
+  }
+  StreamQueues& queues() { return *valueOf(devices->streamQueues(0)); }
+
+  const std::unique_ptr<FakeDevices> devices;
+  StreamWord* const gate = newWord();
+};
+
+TEST(FakeQueues, AWaitHoldsUpTheStreamsOfItsQueueOnly) {
+  Device device(2);
+  const DeviceStream second = valueOf(device.devices->createStream(0));
+  const DeviceStream third =
+      valueOf(device.devices->createStream(0));  // shares the default's queue
+  device.hold(device.devices->defaultStream(0));
+  EXPECT_TRUE(device.moves(second, seconds(10)));
+  EXPECT_FALSE(device.moves(third));
+  device.release();
+  EXPECT_TRUE(device.moves(third, seconds(10)));
+}
+
+// As on a GPU: only what follows on the same stream waits for it.
+TEST(FakeQueues, LongWorkHoldsUpNobodyUntilItsStreamHasMore) {
+  Device device(1);
+  const DeviceStream first = device.devices->defaultStream(0);
+  const DeviceStream other = valueOf(device.devices->createStream(0));
+  StreamWord* const end = device.newWord();
+  EXPECT_OK(device.devices->enqueue(first, [end] {
+    while (end->load() == 0) std::this_thread::yield();
+  }));
+  EXPECT_TRUE(device.moves(other, seconds(10)));
+  StreamWord* const after = device.newWord();
+  EXPECT_OK(device.devices->writeWord(first, after, 1));
+  EXPECT_FALSE(device.moves(other));
+  end->store(1);
+  EXPECT_TRUE(device.moves(other, seconds(10)));
+}
+
+TEST(FakeQueues, HaltedStreamsLeaveTheQueue) {
+  Device device(1);
+  device.hold(device.devices->defaultStream(0));
+  const DeviceStream other = valueOf(device.devices->createStream(0));
+  StreamWord* const word = device.newWord();
+  EXPECT_OK(device.devices->writeWord(other, word, 1));
+  device.devices->loseContext();
+  EXPECT_EQ(word->load(), 0u);
+}
+
+TEST(QueueProbe, FindsTheStreamOfTheSameQueue) {
+  Device device(4);
+  const auto probe = valueOf(QueueProbe::make(*device.devices));
+  std::vector<DeviceStream> streams;
+  for (int i = 0; i < 4; ++i) streams.push_back(valueOf(device.devices->createStream(0)));
+  for (size_t i = 0; i < 4; ++i) {
+    const DeviceStream next = valueOf(device.devices->createStream(0));
+    EXPECT_EQ(valueOf(probe->heldUpBy(next, streams)), std::optional(i));
+  }
+  const DeviceStream fifth = valueOf(device.devices->createStream(0));
+  EXPECT_EQ(valueOf(probe->heldUpBy(fifth, std::span(streams).subspan(1))), std::nullopt);
+}
+
+TEST(QueueProbe, AStreamThatDoesNotMoveTellsNothing) {
+  Device device(2);
+  const auto probe = valueOf(QueueProbe::make(*device.devices));
+  const std::vector<DeviceStream> streams{valueOf(device.devices->createStream(0))};
+  const DeviceStream held = valueOf(device.devices->createStream(0));
+  device.hold(held);
+  EXPECT_EQ(probe->heldUpBy(held, streams).status().code(), ErrorCode::kTimeout);
+  device.release();
+  EXPECT_EQ(valueOf(probe->heldUpBy(held, streams)), std::nullopt);
+}
+
+TEST(QueueProbe, FindsAStreamThatMoves) {
+  Device device(2);
+  const auto probe = valueOf(QueueProbe::make(*device.devices));
+  const std::vector<DeviceStream> streams{valueOf(device.devices->createStream(0)),
+                                          valueOf(device.devices->createStream(0))};
+  device.hold(streams[0]);
+  EXPECT_EQ(valueOf(probe->findMoving(streams, Deadline::after(seconds(10)))), 1u);
+  device.hold(streams[1]);
+  EXPECT_EQ(probe->findMoving(streams, Deadline::after(milliseconds(20))).status().code(),
+            ErrorCode::kTimeout);
+  device.release();
+  EXPECT_OK(probe->findMoving(streams, Deadline::after(seconds(10))).status());
+}
+
+class StreamQueuesTest : public ::testing::TestWithParam<size_t> {};
+
+INSTANTIATE_TEST_SUITE_P(Queues, StreamQueuesTest, ::testing::Values(3, 5, 8, 32));
+
+// However many streams wait: prompt work runs, and no two of them hold each other up.
+TEST_P(StreamQueuesTest, StreamsThatWaitHoldUpNoneOfOurs) {
+  Device device(GetParam());
+  StreamQueues& queues = device.queues();
+  EXPECT_EQ(queues.count(), GetParam());
+  EXPECT_TRUE(queues.hasWaits());
+  std::vector<DeviceStream> waiting;
+  for (;;) {
+    const auto taken = queues.take(StreamRole::kWaits);
+    if (!taken.ok()) {
+      EXPECT_EQ(taken.error().code, ErrorCode::kExhausted);
+      EXPECT_NE(taken.error().message.find("CUDA_DEVICE_MAX_CONNECTIONS=32"), std::string::npos);
+      break;
+    }
+    waiting.push_back(*taken);
+  }
+  EXPECT_EQ(waiting.size(), GetParam() - 2);
+  const DeviceStream shared = valueOf(queues.take(StreamRole::kFollows));
+  for (const DeviceStream& stream : waiting) {
+    EXPECT_TRUE(device.moves(stream, seconds(10)));
+    device.hold(stream);
+  }
+  EXPECT_TRUE(device.moves(shared, seconds(10)));
+  device.hold(shared);
+  EXPECT_TRUE(device.moves(valueOf(queues.take(StreamRole::kPrompt)), seconds(10)));
+  device.release();
+}
+
+TEST_P(StreamQueuesTest, AQueueServesAgainWhenItsStreamIsGivenBack) {
+  Device device(GetParam());
+  StreamQueues& queues = device.queues();
+  for (int round = 0; round < 3; ++round) {
+    std::vector<DeviceStream> taken;
+    for (size_t i = 0; i < GetParam() - 2; ++i)
+      taken.push_back(valueOf(queues.take(StreamRole::kWaits)));
+    EXPECT_FALSE(queues.take(StreamRole::kWaits).ok());
+    for (const DeviceStream& stream : taken) queues.giveBack(stream);
+  }
+}
+
+TEST_P(StreamQueuesTest, AStreamBesideIsHeldUpByItsStreamOnly) {
+  Device device(GetParam());
+  StreamQueues& queues = device.queues();
+  const DeviceStream waits = valueOf(queues.take(StreamRole::kWaits));
+  const DeviceStream beside = valueOf(queues.takeBeside(waits));
+  const DeviceStream shared = valueOf(queues.take(StreamRole::kFollows));
+  device.hold(shared);
+  EXPECT_TRUE(device.moves(beside, seconds(10)));
+  device.hold(waits);
+  EXPECT_FALSE(device.moves(beside));
+  device.release();
+}
+
+TEST(StreamQueues, TooFewQueuesHaveNoWaits) {
+  for (const size_t count : {1, 2}) {
+    Device device(count);
+    EXPECT_EQ(device.queues().count(), count);
+    EXPECT_FALSE(device.queues().hasWaits());
+    EXPECT_EQ(device.queues().take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
+    EXPECT_FALSE(valueOf(device.queues().mayWait(device.devices->defaultStream(0))));
+    EXPECT_OK(device.queues().take(StreamRole::kPrompt).status());
+    EXPECT_OK(device.queues().take(StreamRole::kFollows).status());
+  }
+}
+
+TEST(StreamQueues, WithoutSharingEachStreamWaits) {
+  Device device(0);
+  std::set<void*> handles;
+  for (int i = 0; i < 100; ++i)
+    handles.insert(valueOf(device.queues().take(StreamRole::kWaits)).handle);
+  EXPECT_EQ(handles.size(), 100u);
+  EXPECT_TRUE(valueOf(device.queues().mayWait(device.devices->defaultStream(0))));
+}
+
+// A program stream may wait only where none of ours would be held up, and owns the queue from then on.
+TEST(StreamQueues, AStreamOfTheProgramTakesItsQueue) {
+  Device device(4);
+  StreamQueues& queues = device.queues();
+  size_t granted = 0;
+  std::vector<DeviceStream> programs;
+  for (int i = 0; i < 4; ++i) {
+    programs.push_back(valueOf(device.devices->createStream(0)));
+    granted += valueOf(queues.mayWait(programs.back()));
+  }
+  EXPECT_EQ(granted, 2u);  // not the queue of prompt work, and not the shared one
+  EXPECT_EQ(queues.take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
+  for (const DeviceStream& stream : programs) EXPECT_TRUE(device.moves(stream, seconds(10)));
+}
+
+// The program's first call may come behind long work.
+TEST(StreamQueues, AQueueThatTheProgramHoldsUpIsLeftOut) {
+  Device device(8);
+  device.hold(device.devices->defaultStream(0));
+  StreamQueues& queues = device.queues();
+  EXPECT_EQ(queues.count(), 7u);
+  for (int i = 0; i < 5; ++i)
+    EXPECT_TRUE(device.moves(valueOf(queues.take(StreamRole::kWaits)), seconds(10)));
+  device.release();
+}
+
+}  // namespace
+}  // namespace mooncake::testing
