@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import pytest
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -14,6 +15,20 @@ Function = TypeVar("Function", bound=Callable[..., object])
 VARIABLE = "TEST_DEVICE"
 # Layouts with tensors of a device begin with "device".
 TESTED = os.environ.get(VARIABLE, "fake")  # the device of these layouts
+
+
+# Hardware queues that the streams of the fake device share (csrc/device/fake/fake_env.h).
+QUEUES = "FAKE_QUEUES"
+# For programs with streams that wait for each other's messages: these may not share a queue.
+OWN_QUEUES = {QUEUES: "32"}
+
+
+def skip_without_words(form: str, env: Mapping[str, str]) -> None:
+    """Skips a test of the form "words" if streams share so few queues that none may wait for words
+    (csrc/device/stream_queues.h)."""
+    queues = int(env.get(QUEUES, os.environ.get(QUEUES, "8")))
+    if form == "words" and TESTED == "fake" and queues in (1, 2):
+        pytest.skip(f"no stream waits for words with {queues} hardware queues")
 
 
 def kind() -> str:

@@ -34,6 +34,7 @@ def form(request):
 def crew(form, size=SIZE, **options):
     devices.prepare(DEVICE)
     env = {**SHARED, "MOONCAKE_STREAM_WORDS": str(int(form == "words")), **options.pop("env", {})}
+    devices.skip_without_words(form, env)
     return harness.Crew(size, env=env, **options)
 
 
@@ -954,7 +955,7 @@ def test_messages_of_each_form(form, function):
     ids=lambda f: f.__name__,
 )
 def test_messages_that_streams_wait_for(function):
-    with crew("words") as ranks:
+    with crew("words", env=devices.OWN_QUEUES) as ranks:
         ranks.call(function)
 
 

@@ -38,6 +38,7 @@ def crew(form="words", size=SIZE, **options):
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
+    devices.skip_without_words(form, env)
     return harness.Crew(size, env=env, **options)
 
 
@@ -138,7 +139,7 @@ def in_all_orders(me):
 
 
 def test_all_orders_and_sizes(form):
-    with crew(form) as ranks:
+    with crew(form, env=devices.OWN_QUEUES) as ranks:
         ranks.call(in_all_orders)
 
 
@@ -284,7 +285,7 @@ def test_messages(form, function):
 
 
 def test_streams_that_wait_for_messages():
-    with crew() as ranks:
+    with crew(env=devices.OWN_QUEUES) as ranks:
         ranks.call(in_any_order_of_streams)
 
 

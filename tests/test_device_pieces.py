@@ -30,6 +30,7 @@ def crew(form, **options):
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
+    devices.skip_without_words(form, env)
     return harness.Crew(SIZE, env=env, **options)
 
 

@@ -40,6 +40,7 @@ def crew(form, size=SIZE, **options):
         "MOONCAKE_EP_KERNELS": str(int(form == "kernels")),
         **options.pop("env", {}),
     }
+    devices.skip_without_words(form, env)
     return harness.Crew(size, env=env, **options)
 
 

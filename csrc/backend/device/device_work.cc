@@ -4,11 +4,11 @@
 #include <thread>
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include "backend/batch_work.h"
 #include "backend/collective_work.h"
+#include "backend/device/device_scope.h"
 #include "backend/device/group_streams.h"
 #include "backend/errors.h"
 #include "backend/message_work.h"
@@ -46,14 +46,16 @@ DeviceWork::DeviceWork(int rank, c10d::OpType type, WorkPtr host,
 }
 
 bool DeviceWork::isCompleted() {
-  if (!host_->isCompleted()) return false;
-  return !host_->isSuccess() ||
-         std::ranges::all_of(stagings_, [](const auto& staging) { return staging->isOver(); });
+  return host_->isCompleted() && (!host_->isSuccess() || hasOutputs());
 }
 
-bool DeviceWork::isSuccess() const {
-  return host_->isSuccess() &&
-         std::ranges::all_of(stagings_, [](const auto& staging) { return staging->isOver(); });
+bool DeviceWork::isSuccess() const { return host_->isSuccess() && hasOutputs(); }
+
+bool DeviceWork::hasOutputs() const {
+  return std::ranges::all_of(stagings_, [](const auto& staging) {
+    const DeviceScope on(staging->stream().device());
+    return staging->isOver();
+  });
 }
 
 std::exception_ptr DeviceWork::exception() const {
@@ -128,7 +130,7 @@ void DeviceWork::block() const {
 void DeviceWork::awaitOutputs(Deadline deadline) const {
   const WaitInterrupt interrupt;
   for (const auto& staging : stagings_) {
-    const c10::DeviceGuard on(staging->stream().device());
+    const DeviceScope on(staging->stream().device());
     while (!staging->isOver()) {
       if (deadline.passed()) {
         throwError({ErrorCode::kTimeout,

@@ -55,6 +55,7 @@ class DeviceWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
   // False: wait() is through at once, and the streams wait.
+  bool hasOutputs() const;
   bool waitsOnHost() const;
   // True: futures are complete at once, and the streams wait.
   bool hasFuturesAtOnce() const { return !waitsOnHost() && isOrdered() && !waiting_.blocks; }

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "backend/device/device_scope.h"
 #include "backend/errors.h"
 #include "backend/signals.h"
 
@@ -26,14 +27,14 @@ EpKernelWork::~EpKernelWork() {
 // later than it could.
 void EpKernelWork::receive() {
   if (done_) return;
-  const c10::DeviceGuard on(of_.stream.device());
+  const DeviceScope on(of_.stream.device());
   if (of_.receive) of_.receive(sent_);
   done_.emplace(of_.stream.device_type());
   done_->record(of_.stream);
 }
 
 void EpKernelWork::join() {
-  const c10::DeviceGuard on(of_.stream.device());
+  const DeviceScope on(of_.stream.device());
   done_.emplace(of_.stream.device_type());
   done_->record(of_.stream);
   block();
@@ -47,7 +48,7 @@ void EpKernelWork::block() const {
 bool EpKernelWork::isCompleted() const {
   const PeerGuard& guard = of_.guard;
   if (of_.isRecorded || !guard.usable().ok()) return true;
-  const c10::DeviceGuard on(of_.stream.device());
+  const DeviceScope on(of_.stream.device());
   return done_ && done_->query();
 }
 
@@ -70,7 +71,7 @@ void EpKernelWork::synchronize() {
   receive();
   if (of_.isRecorded) return;
   const WaitInterrupt interrupt;
-  const c10::DeviceGuard on(of_.stream.device());
+  const DeviceScope on(of_.stream.device());
   while (!of_.guard.hasEnded(number_) || !done_->query()) {
     throwIfFailed();
     std::this_thread::sleep_for(kPause);

@@ -65,7 +65,7 @@ void EpKernels::decide(const c10::Device& device) {
   if (isCapturing(callers))
     refuseRecording(callers, "the Buffer has not set up its kernels yet", kBeforeTheCapture);
   isDecided_ = true;
-  stream_.emplace(device);
+  stream_.emplace(device, StreamRole::kFollows);
   Result<Accelerator*> accelerator = acceleratorOf(device.type());
   const DeviceStream native = accelerator.ok() ? stream_->native() : DeviceStream{};
   auto experts =
@@ -90,7 +90,7 @@ at::Tensor EpKernels::tableFor(const std::shared_ptr<const ep::ExpertMap>& exper
   const c10::Stream callers = currentOn(stream().device());
   if (isCapturing(callers))
     refuseRecording(callers, "it has other experts than the calls before", kBeforeTheCapture);
-  if (!uploads_) uploads_.emplace(stream().device());
+  if (!uploads_) uploads_.emplace(stream().device(), StreamRole::kPrompt);
   const auto bytes = PeerExperts::tableOf(experts->owners(), rank_);
   const c10::StreamGuard on(uploads_->stream());
   at::Tensor host = at::empty({int64_t(bytes.size())}, at::kByte);
@@ -211,7 +211,7 @@ EpKernels::Call EpKernels::combine(const Combine& given, const EpKept& kept) {
 }
 
 const c10::Stream& EpKernels::recordings() {
-  if (!recordings_) recordings_.emplace(stream().device());
+  if (!recordings_) recordings_.emplace(stream().device(), StreamRole::kRecords);
   return recordings_->stream();
 }
 

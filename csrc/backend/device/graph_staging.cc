@@ -3,11 +3,11 @@
 #include <string>
 
 #include <ATen/ops/from_blob.h>
-#include <c10/core/DeviceGuard.h>
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
 #include "backend/device/await_event.h"
+#include "backend/device/device_scope.h"
 #include "base/log.h"
 
 namespace mooncake {
@@ -25,7 +25,7 @@ at::Tensor GraphStaging::emptyOnHost(const at::Tensor& tensor) {
 }
 
 void GraphStaging::mark() {
-  const c10::DeviceGuard on(stream().device());
+  const DeviceScope on(stream().device());
   const bool isNewGraph = !isCapturing(stream());
   c10::Event reached(stream().device_type());
   reached.record(callersStream());
@@ -68,21 +68,23 @@ Status GraphStaging::awaitInput(Group& group, size_t bytes) const {
 }
 
 Status GraphStaging::fetchAgain(Group& group) {
-  const c10::DeviceGuard on(stream().device());
+  const DeviceScope on(stream().device());
   MOONCAKE_TRY(awaitOnHost(group, [&] { return place_.words->copied() >= pieces_; }));
-  copyInputs(calls_.copies());
+  const c10::Stream copies = calls_.copies();
+  copyInputs(copies);
   c10::Event copied(stream().device_type());
-  copied.record(calls_.copies());
+  copied.record(copies);
   return awaitOnHost(group, [&] { return copied.query(); });
 }
 
 void GraphStaging::restoreOutputs() const {
   std::string why = "the device does not copy them in time";
   try {
-    const c10::DeviceGuard on(stream().device());
-    keepOutputs(calls_.copies());
+    const DeviceScope on(stream().device());
+    const c10::Stream copies = calls_.copies();
+    keepOutputs(copies);
     c10::Event kept(stream().device_type());
-    kept.record(calls_.copies());
+    kept.record(copies);
     if (awaitEvent(kept, Deadline::after(kForCopies))) return;
   } catch (const std::exception& error) {  // of torch: a lost context, for example
     why = error.what();

@@ -5,16 +5,41 @@
 #include <utility>
 
 #include "backend/arguments.h"
+#include "backend/device/accelerator_of.h"
+#include "backend/device/device_scope.h"
+#include "backend/errors.h"
 #include "base/log.h"
 #include "device/row_copies.h"
+#include "device/stream_queues.h"
 
 namespace mooncake {
 namespace {
 
-std::unique_ptr<StreamWords> wordsFor(const OwnStream& stream) {
-  Accelerator* const accelerator = stream.accelerator();
-  if (!accelerator || !accelerator->hasStreamWords(stream.stream().device_index())) return nullptr;
-  return orThrow(StreamWords::make(*accelerator, stream.native()));
+// Without a queue in which the stream may wait, the group does without words.
+OwnStream collectivesOn(const c10::Device& device, const StreamSettings& settings, bool& hasWords) {
+  const auto accelerator = acceleratorOf(device.type());
+  hasWords = settings.words && accelerator.ok() && (*accelerator)->hasStreamWords(device.index());
+  if (hasWords) {
+    StreamQueues& queues = *orThrow((*accelerator)->streamQueues(device.index()));
+    const auto taken = queues.take(StreamRole::kWaits);
+    if (taken.ok()) return OwnStream(device, *taken);
+    if (taken.error().code != ErrorCode::kExhausted) throwError(taken.error());
+    hasWords = false;
+    log(LogLevel::kWarning, device.str(), "wait() will wait on the host: ", taken.error().message);
+  }
+  return OwnStream(device, settings.peerBytes ? StreamRole::kFollows : StreamRole::kPrompt);
+}
+
+// In the queue of the collectives: it waits for these only.
+OwnStream callbacksBeside(const OwnStream& collectives) {
+  const c10::Device device = collectives.stream().device();
+  if (!collectives.queues()) return OwnStream(device);
+  const auto beside = collectives.queues()->takeBeside(collectives.native());
+  return beside.ok() ? OwnStream(device, *beside) : OwnStream(device, StreamRole::kFollows);
+}
+
+std::unique_ptr<StreamWords> wordsFor(const OwnStream& stream, bool hasWords) {
+  return hasWords ? orThrow(StreamWords::make(*stream.accelerator(), stream.native())) : nullptr;
 }
 
 std::unique_ptr<WaitWords> waitWordsFor(const OwnStream& stream, bool hasWords) {
@@ -46,22 +71,42 @@ PinnedPool* poolOf(const OwnStream& stream, size_t limit) {
 }  // namespace
 
 GroupStreams::GroupStreams(const c10::Device& device, const StreamSettings& settings)
-    : collectives_(device),
-      callbacks_(device),
-      words_(settings.words ? wordsFor(collectives_) : nullptr),
+    : collectives_(collectivesOn(device, settings, hasWords_)),
+      callbacks_(callbacksBeside(collectives_)),
+      words_(wordsFor(collectives_, hasWords_)),
       copiesRows_(settings.rows && words_ && canCopyRows(collectives_)),
       waitWords_(waitWordsFor(collectives_, words_ != nullptr)),
       pinned_(poolOf(collectives_, settings.pinnedCache)) {}
 
 const c10::Stream& GroupStreams::recordings() {
   std::lock_guard lock(mutex_);
-  if (!recordings_) recordings_.emplace(collectives().device());
+  if (!recordings_) recordings_.emplace(collectives().device(), StreamRole::kRecords);
   return recordings_->stream();
+}
+
+const c10::Stream& GroupStreams::prompt() {
+  std::lock_guard lock(mutex_);
+  if (!prompt_) prompt_.emplace(collectives().device(), StreamRole::kPrompt);
+  return prompt_->stream();
 }
 
 const c10::Stream& GroupStreams::messages(const c10::Stream& callers) {
   std::lock_guard lock(mutex_);
-  return messages_.try_emplace(callers.id(), callers.device()).first->second.stream();
+  return messages_.try_emplace(callers.id(), callers.device(), StreamRole::kFollows)
+      .first->second.stream();
+}
+
+bool GroupStreams::mayWait(const c10::Stream& callers) {
+  if (!waitWords_) return false;
+  const auto native = nativeStream(callers);
+  if (!native.ok()) return false;  // older torch does not tell the handle of the caller's stream
+  std::lock_guard lock(mutex_);
+  const auto known = mayWait_.find(callers.id());
+  if (known != mayWait_.end()) return known->second;
+  const DeviceScope on(callers.device());
+  if (isCapturing(callers) || !callers.query()) return false;
+  const auto mayWait = collectives_.queues()->mayWait(*native);
+  return mayWait.ok() && (mayWait_[callers.id()] = *mayWait);
 }
 
 }  // namespace mooncake

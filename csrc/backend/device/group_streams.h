@@ -26,6 +26,8 @@ class GroupStreams {
   Accelerator* accelerator() const { return collectives_.accelerator(); }
   // For collectives that are recorded into a graph of the program. It joins one capture at a time.
   const c10::Stream& recordings();
+  // For copies that are enqueued when they can run at once: no other stream holds them up.
+  const c10::Stream& prompt();
   // Null: the host waits for collectives.
   StreamWords* words() const { return words_.get(); }
   // Returns the stream for messages that are called on a stream of the caller's, and for sums of
@@ -36,6 +38,9 @@ class GroupStreams {
   bool copiesRows() const { return copiesRows_; }
   // For streams that wait for messages. Null if words() is.
   WaitWords* waitWords() const { return waitWords_.get(); }
+  // Whether a stream of the program may wait for them: no other stream that a message needs is held up
+  // then. Looks once, when the stream is idle; false until it was.
+  bool mayWait(const c10::Stream& callers);
   // For values of futures. It waits for them in the order of the calls.
   const c10::Stream& callbacks() const { return callbacks_.stream(); }
   // The process's memory for copies of the device's tensors. Null: no accelerator drives it, so torch
@@ -43,6 +48,7 @@ class GroupStreams {
   PinnedPool* pinned() const { return pinned_; }
 
  private:
+  bool hasWords_ = false;  // set before collectives_
   const OwnStream collectives_;
   const OwnStream callbacks_;
   const std::unique_ptr<StreamWords> words_;
@@ -51,6 +57,8 @@ class GroupStreams {
   PinnedPool* const pinned_;
   std::mutex mutex_;                                   // guards the fields below
   std::optional<OwnStream> recordings_;                // none: nothing has been recorded
+  std::optional<OwnStream> prompt_;                    // none: no call has asked for it
+  std::map<c10::StreamId, bool> mayWait_;              // by the caller's stream
   std::map<c10::StreamId, const OwnStream> messages_;  // by the caller's stream
 };
 

@@ -1,7 +1,6 @@
 #include "backend/device/host_staging.h"
 
-#include <c10/core/DeviceGuard.h>
-
+#include "backend/device/device_scope.h"
 #include "base/failpoint.h"
 
 namespace mooncake {
@@ -16,8 +15,8 @@ void HostStaging::mark() {
 }
 
 Status HostStaging::fetch(Group& group) {
-  const c10::DeviceGuard on(stream().device());
-  reached().block(stream());
+  const DeviceScope on(stream().device());
+  MOONCAKE_TRY(awaitReached(group));
   copyIn(stream());
   failpoint("stage-copies-in");
   if (comesInPieces()) return awaitInput(group, 1);
@@ -29,8 +28,7 @@ Status HostStaging::fetch(Group& group) {
 void HostStaging::giveBack() {
   std::lock_guard lock(mutex_);
   if (isEnded_) return;
-  const c10::DeviceGuard on(stream().device());
-  reached().block(stream());  // without fetch(), for outputs alone
+  const DeviceScope on(stream().device());
   copyResults();
   done_->record(stream());
   isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again

@@ -12,7 +12,8 @@
 namespace mooncake {
 
 // Enqueues the copies as the operation begins and ends, so that only the host must be waited for.
-// An operation reads the outputs of the one before it, because its copies are enqueued later.
+// An operation reads the outputs of the one before it, because its copies are enqueued later. No copy
+// is enqueued before it can run at once: see StreamRole::kPrompt.
 class HostStaging : public Staging {
  public:
   HostStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,

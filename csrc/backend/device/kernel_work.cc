@@ -9,6 +9,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "backend/device/device_scope.h"
 #include "backend/errors.h"
 #include "backend/signals.h"
 
@@ -45,12 +46,12 @@ KernelWork::~KernelWork() {
 }
 
 bool KernelWork::isCompleted() {
-  const c10::DeviceGuard on(streams_->collectives().device());
+  const DeviceScope on(streams_->collectives().device());
   return !peers_->guard().usable().ok() || done_->query();
 }
 
 bool KernelWork::isSuccess() const {
-  const c10::DeviceGuard on(streams_->collectives().device());
+  const DeviceScope on(streams_->collectives().device());
   return peers_->guard().hasEnded(operation_.number) && done_->query() && !ownError();
 }
 
@@ -121,7 +122,7 @@ KernelWork::Verdict KernelWork::verdict() const {
 
 void KernelWork::awaitOnHost(Deadline deadline) const {
   const WaitInterrupt interrupt;
-  const c10::DeviceGuard on(streams_->collectives().device());
+  const DeviceScope on(streams_->collectives().device());
   for (;;) {
     const bool hasEnded = peers_->guard().hasEnded(operation_.number);
     if (hasEnded && done_->query()) return;

@@ -2,19 +2,18 @@
 
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
-
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
-#include "base/log.h"
+#include "backend/device/device_scope.h"
+#include "backend/device/rescues.h"
 
 namespace mooncake {
 
 MessageStaging::MessageStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& callers,
                                std::chrono::milliseconds limit)
     : Staging(streams, streams->messages(callers), limit),
-      // Older torch does not tell the handle of the caller's stream.
-      canBlockEarly_(streams->waitWords() != nullptr && nativeStream(callers).ok()),
+      hasWords_(streams->waitWords() != nullptr),
+      mayWait_(streams->mayWait(callers)),
       copied_(std::in_place, stream().device_type()),
       done_(std::in_place, stream().device_type()) {}
 
@@ -47,7 +46,7 @@ void MessageStaging::watch(c10::intrusive_ptr<MessageWork> work) {
 void MessageStaging::mark() {
   markReached();
   if (hasOutputs()) return;
-  const c10::DeviceGuard on(stream().device());
+  const DeviceScope on(stream().device());
   reached().block(stream());
   copyIn(stream());
   copied_->record(stream());
@@ -55,7 +54,7 @@ void MessageStaging::mark() {
 
 Result<bool> MessageStaging::hasData() const {
   try {
-    const c10::DeviceGuard on(stream().device());
+    const DeviceScope on(stream().device());
     return copied_->query();
   } catch (const std::exception& error) {  // of torch: the context is lost
     return {ErrorCode::kSystem,
@@ -73,38 +72,39 @@ void MessageStaging::giveBack() {
   // The host has cleared a copy of its own. Else a peer that is lost quietly leaves that to us.
   const bool clears = device_.owner && hasOutputs() && work_ && !work_->isSuccess();
   if (hasOutputs() && !isEnqueued_) {
-    const c10::DeviceGuard on(stream().device());
+    const DeviceScope on(stream().device());
     reached().block(stream());
     if (clears) clearOutputs(stream());
     copyOut();
     done_->record(stream());
     isEnqueued_ = true;
   } else if (clears) {
-    enqueueRescue(true);
+    rescue(true);
   }
   isEnded_ = true;  // not if torch has thrown: a later call copies again
-  if (place_ && !rescue_) WaitWords::release(*place_);
+  if (isRescued_) return;
+  if (place_) WaitWords::release(*place_);
   forgetTensors();
 }
 
 void MessageStaging::abandon() {
   std::lock_guard lock(mutex_);
   if (std::exchange(isEnded_, true) || !place_) return;
-  try {
-    if (isEnqueued_) return enqueueRescue(false);
-  } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
-    log(LogLevel::kWarning, stream().device().str(),
-        "the tensor of a receive that failed is undefined: ", error.what());
-  }
+  if (isEnqueued_) return rescue(false);
   WaitWords::release(*place_);
 }
 
-void MessageStaging::enqueueRescue(bool clears) {
-  const c10::DeviceGuard on(stream().device());
-  const c10::Stream& rescue = rescue_.emplace(stream().device()).stream();
-  beforeWait_->block(rescue);
-  clears ? clearOutputs(rescue) : keepOutputs(rescue);
-  throwIfError(streams().waitWords()->releaseFrom(rescue_->native(), *place_));
+void MessageStaging::rescue(bool clears) {
+  isRescued_ = true;
+  const auto self = std::static_pointer_cast<MessageStaging>(shared_from_this());
+  Rescues::begin({.device = stream().device(),
+                  .what = "the tensors of a receive that failed",
+                  .isReached = [self] { return self->beforeWait_->query(); },
+                  .copy =
+                      [self, clears](const c10::Stream& to) {
+                        clears ? self->clearOutputs(to) : self->keepOutputs(to);
+                      },
+                  .release = [self] { WaitWords::release(*self->place_); }});
 }
 
 void MessageStaging::settle() {
@@ -121,7 +121,7 @@ void MessageStaging::settle() {
 
 void MessageStaging::release() {
   std::lock_guard lock(mutex_);
-  if (place_) WaitWords::release(*place_);
+  if (place_ && !isRescued_) WaitWords::release(*place_);
 }
 
 bool MessageStaging::isOver() const {
@@ -133,7 +133,7 @@ bool MessageStaging::isOver() const {
 void MessageStaging::block() {
   std::lock_guard lock(mutex_);
   if (!hasOutputs()) return copied_->block(callersStream());
-  if (!isEnqueued_ && !isEnded_ && work_ && canBlockEarly_) return blockEarly();
+  if (!isEnqueued_ && !isEnded_ && work_ && mayWait_) return blockEarly();
   if (isEnqueued_) done_->block(callersStream());
 }
 

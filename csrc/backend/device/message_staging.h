@@ -44,14 +44,13 @@ class MessageStaging final : public Staging {
   bool isOrdered() const override { return false; }
   Status fetch(Group& group) override;
   void giveBack() override;
-  // If the caller's stream waits already, it copies in any case. So another stream fetches the
-  // tensor's present contents first, when that stream has come to the wait.
+  // If the caller's stream waits already, the tensor keeps its contents by a rescue: see Rescues.
   void abandon() override;
   void settle() override;
   // The copy to the device cannot be had: lets the caller's stream go on.
   void release();
   bool isOver() const override;
-  bool canBlockEarly() const override { return canBlockEarly_; }
+  bool canBlockEarly() const override { return hasOutputs() ? mayWait_ : hasWords_; }
   void block() override;
   void synchronize() const override;
 
@@ -60,23 +59,24 @@ class MessageStaging final : public Staging {
 
  private:
   void blockEarly();
-  // Has another stream fill the copy when the caller's stream has come to the wait, and release that.
+  // Has the copy filled when the caller's stream has come to the wait, and the stream released then.
   // `clears`: with zeros, else with the tensor's present contents.
-  void enqueueRescue(bool clears);
+  void rescue(bool clears);
 
-  bool canBlockEarly_ = false;
+  const bool hasWords_;
+  const bool mayWait_;  // the caller's stream, for a word
   Find find_;
   MessageDevice device_;
   mutable std::mutex mutex_;  // guards everything below
   c10::intrusive_ptr<MessageWork> work_;
   bool isEnded_ = false;                   // given back or abandoned
+  bool isRescued_ = false;                 // only the rescue releases the caller's stream
   bool isEnqueued_ = false;                // the copy of a receive
   std::optional<WaitWords::Place> place_;  // the caller's stream waits for it, or has done so
   // None in the destructor: see ~Staging().
   std::optional<c10::Event> copied_;      // of a send
   std::optional<c10::Event> done_;        // of a receive
   std::optional<c10::Event> beforeWait_;  // of the caller's stream
-  std::optional<OwnStream> rescue_;       // of a message that failed
 };
 
 }  // namespace mooncake

@@ -1,11 +1,10 @@
 #pragma once
 
-#include <optional>
-
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include "device/accelerator.h"
+#include "device/stream_queues.h"
 
 namespace mooncake {
 
@@ -14,23 +13,30 @@ namespace mooncake {
 // their memory.
 class OwnStream {
  public:
-  // Throws if the device has no more of them, or its context is lost. Without an accelerator for the
-  // device, it is a stream of torch's pool, where other owners may have it too.
-  explicit OwnStream(const c10::Device& device);
+  // Throws if the device has no more of them, or its context is lost. Without words of streams, the
+  // role does not count. Without an accelerator for the device, it is a stream of torch's pool, where
+  // other owners may have it too.
+  explicit OwnStream(const c10::Device& device, StreamRole role = StreamRole::kRecords);
+  // Owns a stream that was taken from the queues of the device.
+  OwnStream(const c10::Device& device, const DeviceStream& taken);
   ~OwnStream();
   OwnStream(const OwnStream&) = delete;
   OwnStream& operator=(const OwnStream&) = delete;
 
   const c10::Stream& stream() const { return stream_; }
-  // Null: no accelerator drives the device.
+  // Both are null if torch alone drives the device.
+  StreamQueues* queues() const { return queues_; }
   Accelerator* accelerator() const { return accelerator_; }
   DeviceStream native() const { return nativeOf(stream_); }
 
   // Returns the accelerator's name of a stream that an owner with an accelerator has.
   static DeviceStream nativeOf(const c10::Stream& stream);
+  // Returns torch's name of a stream that torch did not make.
+  static c10::Stream named(const c10::Device& device, const DeviceStream& stream);
 
  private:
   Accelerator* const accelerator_;
+  StreamQueues* const queues_;
   const c10::Stream stream_;
 };
 

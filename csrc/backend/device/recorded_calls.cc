@@ -33,7 +33,6 @@ RecordedCalls::RecordedCalls(Group& group, std::shared_ptr<GroupStreams> streams
       streams_(std::move(streams)),
       settings_(std::move(settings)),
       stream_(streams_->collectives().device()),
-      copies_(streams_->collectives().device()),
       memory_(*stream_.accelerator(), settings_.memoryLimit),
       order_(*stream_.accelerator(), OwnStream::nativeOf(streams_->collectives())) {}
 
@@ -67,6 +66,13 @@ RecordedCalls::Place RecordedCalls::begin(bool isNewGraph) {
 void RecordedCalls::end() {
   std::lock_guard order(orderMutex_);
   throwIfError(order_.afterGraphs(stream_.native()));
+}
+
+c10::Stream RecordedCalls::copies() const {
+  constexpr std::chrono::seconds kPatience{1};
+  const c10::Device device = stream().device();
+  return OwnStream::named(device,
+                          orThrow(stream_.queues()->findMoving(Deadline::after(kPatience))));
 }
 
 void RecordedCalls::keep(std::shared_ptr<GraphStaging> staging, Replay call) {

@@ -50,8 +50,9 @@ class RecordedCalls {
   RecordedCalls& operator=(const RecordedCalls&) = delete;
 
   const c10::Stream& stream() const { return stream_.stream(); }  // that is recorded
-  // For copies from the device while a replay waits.
-  const c10::Stream& copies() const { return copies_.stream(); }
+  // For copies from the device while a replay waits, in another queue than the replay.
+  // Throws if there is none at present.
+  c10::Stream copies() const;
   GraphMemory& memory() { return memory_; }
 
   // A place of an operation in a graph.
@@ -112,7 +113,6 @@ class RecordedCalls {
   const std::shared_ptr<GroupStreams> streams_;
   const Settings settings_;
   const OwnStream stream_;
-  const OwnStream copies_;
   GraphMemory memory_;
   mutable std::mutex orderMutex_;  // guards order_, and keeps numbers in its order
   ReplayOrder order_;

@@ -9,6 +9,7 @@
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
+#include "backend/device/device_scope.h"
 #include "backend/device/group_streams.h"
 #include "backend/device/keep_until_passed.h"
 #include "backend/errors.h"
@@ -214,8 +215,8 @@ Status Staging::awaitInput(Group& group, size_t bytes) const {
 }
 
 Status Staging::fetchAgainOn(const c10::Stream& stream, Group& group) const {
-  const c10::DeviceGuard on(stream.device());
-  pieces_.back().block(stream);
+  const DeviceScope on(stream.device());
+  MOONCAKE_TRY(awaitOnHost(group, [&] { return pieces_.back().query(); }));
   c10::Event copied(stream.device_type());
   copyInputs(stream);
   copied.record(stream);
@@ -278,6 +279,10 @@ void Staging::copyToDevice(const Copy& copy, const c10::Stream& stream) const {
   });
 }
 
+Status Staging::awaitReached(Group& group) const {
+  return awaitOnHost(group, [&] { return reached_->query(); });
+}
+
 Error Staging::lateError(const Group& group) const {
   return {ErrorCode::kTimeout,
           stream_.device().str() + " on " + group.nameRank(group.rank()) +
@@ -291,7 +296,7 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
   // threads, for pauses that grow.
   constexpr int kBusyLooks = 100;
   constexpr std::chrono::microseconds kLongestPause(200);
-  const c10::DeviceGuard on(stream_.device());  // else a query may make a context on device 0
+  const DeviceScope on(stream_.device());  // else a query may make a context on device 0
   const Deadline deadline = Deadline::after(limit_);
   std::chrono::microseconds pause(1);
   for (int look = 0; !ready(); ++look) {

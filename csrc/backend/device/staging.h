@@ -36,7 +36,7 @@ class GroupStreams;
 //
 // HostStaging works with every device that torch has streams and events for. StreamStaging needs
 // streams that know words, and enqueues everything at the call. MessageStaging is for messages.
-class Staging {
+class Staging : public std::enable_shared_from_this<Staging> {
  public:
   // Drops tensors and events while their device is the current one: torch would make a context on
   // another device.
@@ -149,6 +149,8 @@ class Staging {
   // For destructors: drops something while the device is the current one, if it can be that.
   void dropOnDevice(const std::function<void()>& drop) const noexcept;
   const c10::Event& reached() const { return *reached_; }
+  // Waits on the host until the caller's stream has reached the operation.
+  Status awaitReached(Group& group) const;
   // Returns the memory for a tensor's copy, on the host unless the staging says otherwise.
   virtual at::Tensor emptyOnHost(const at::Tensor& tensor);
   std::chrono::milliseconds limit() const { return limit_; }
@@ -156,6 +158,7 @@ class Staging {
   void copyIn(const c10::Stream& stream);
   void copyOut() const { copyOut(stream_); }
   void copyOut(const c10::Stream& stream) const;
+  // On a stream that waits for nothing.
   Status fetchAgainOn(const c10::Stream& stream, Group& group) const;
   // Enqueues the copies of all inputs, in one piece.
   void copyInputs(const c10::Stream& stream) const;

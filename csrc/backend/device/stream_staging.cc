@@ -3,12 +3,10 @@
 #include <thread>
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
-
+#include "backend/device/rescues.h"
 #include "backend/errors.h"
 #include "backend/signals.h"
 #include "base/failpoint.h"
-#include "base/log.h"
 
 namespace mooncake {
 
@@ -62,11 +60,7 @@ Status StreamStaging::fetch(Group& group) {
 }
 
 // Our stream waits for the results.
-Status StreamStaging::fetchAgain(Group& group) {
-  const c10::DeviceGuard on(stream().device());
-  const OwnStream other(stream().device());
-  return fetchAgainOn(other.stream(), group);
-}
+Status StreamStaging::fetchAgain(Group& group) { return fetchAgainOn(streams().prompt(), group); }
 
 void StreamStaging::giveBack() {
   std::lock_guard lock(mutex_);
@@ -78,24 +72,12 @@ void StreamStaging::giveBack() {
 void StreamStaging::abandon() {
   std::lock_guard lock(mutex_);
   if (std::exchange(isEnded_, true) || !isMarked_) return;
-  try {
-    enqueueRescue();
-    return;
-  } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
-    log(LogLevel::kWarning, stream().device().str(),
-        "the outputs of an operation that failed are undefined: ", error.what());
-  }
-  words().release(number_);
-}
-
-// Not a stream that several operations share: the rescue of a later one may come first, and waits
-// until this one is over.
-void StreamStaging::enqueueRescue() {
-  const c10::DeviceGuard on(stream().device());
-  const c10::Stream& rescue = rescue_.emplace(stream().device()).stream();
-  copied_->block(rescue);
-  keepOutputs(rescue);
-  throwIfError(words().releaseFrom(rescue_->native(), number_));
+  const auto self = std::static_pointer_cast<StreamStaging>(shared_from_this());
+  Rescues::begin({.device = stream().device(),
+                  .what = "the outputs of an operation that failed",
+                  .isReached = [self] { return self->copied_->query(); },
+                  .copy = [self](const c10::Stream& to) { self->keepOutputs(to); },
+                  .release = [self] { self->words().release(self->number_); }});
 }
 
 StreamStaging::~StreamStaging() {

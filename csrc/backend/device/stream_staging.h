@@ -27,9 +27,7 @@ class StreamStaging final : public Staging {
   Status fetch(Group& group) override;
   Status fetchAgain(Group& group) override;
   void giveBack() override;
-  // The stream copies the outputs in any case, so another stream fetches their present contents
-  // first, when the stream has come to the operation. Does not wait. If the device fails, the
-  // outputs are undefined.
+  // The outputs keep their contents by a rescue: see Rescues. Does not wait.
   void abandon() override;
   bool isOver() const override { return done_->query(); }
   void block() override { done_->block(callersStream()); }
@@ -43,7 +41,6 @@ class StreamStaging final : public Staging {
  private:
   StreamWords& words() const { return *streams().words(); }
   void enqueueAll();
-  void enqueueRescue();
 
   uint32_t number_ = 0;
   bool isMarked_ = false;  // the number is taken, and the stream may wait for it
@@ -52,7 +49,6 @@ class StreamStaging final : public Staging {
   std::optional<c10::Event> done_;
   std::mutex mutex_;  // guards isEnded_
   bool isEnded_ = false;
-  std::optional<OwnStream> rescue_;  // of an operation that failed
 };
 
 }  // namespace mooncake

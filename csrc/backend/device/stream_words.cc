@@ -45,8 +45,4 @@ void StreamWords::release(uint32_t number) {
   memory_.released[number % kWords].store(number, std::memory_order_release);
 }
 
-Status StreamWords::releaseFrom(DeviceStream other, uint32_t number) {
-  return accelerator_.writeWord(other, &memory_.released[number % kWords], number);
-}
-
 }  // namespace mooncake

@@ -30,8 +30,6 @@ class StreamWords {
   bool isTold(uint32_t number) const;
   // Lets the stream go on.
   void release(uint32_t number);
-  // Enqueues that on another stream of the device.
-  Status releaseFrom(DeviceStream other, uint32_t number);
 
  private:
   static constexpr size_t kWords = 512;

@@ -37,7 +37,7 @@ c10::Device currentDevice() { return c10::impl::VirtualGuardImpl(deviceType()).g
 // On a stream of its own: other work of the device may wait for a rank that waits for this one.
 void clearPad(const SymmetricAllocation& allocation) {
   const c10::DeviceGuard device(allocation.device);
-  const OwnStream own(allocation.device);
+  const OwnStream own(allocation.device, StreamRole::kPrompt);
   const c10::StreamGuard current(own.stream());
   at::for_blob(allocation.memory.data() + allocation.padOffset, {int64_t(allocation.padBytes)})
       .options(at::TensorOptions(at::kByte).device(allocation.device))

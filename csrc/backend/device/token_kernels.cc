@@ -77,7 +77,7 @@ void TokenKernels::decide(const c10::Device& device) {
   Result<Accelerator*> accelerator = acceleratorOf(device.type());
   DeviceStream native;
   try {
-    stream_.emplace(device);
+    stream_.emplace(device, StreamRole::kFollows);
     if (accelerator.ok()) native = stream_->native();
   } catch (const std::exception& error) {  // the other ranks learn it below
     accelerator = Error{ErrorCode::kExhausted, std::string("no stream: ") + error.what()};

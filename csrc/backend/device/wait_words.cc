@@ -24,7 +24,7 @@ WaitWords::~WaitWords() { accelerator_.freePinned(bytes_); }
 
 Result<WaitWords::Place> WaitWords::take() {
   std::lock_guard lock(mutex_);
-  // A stream may still have to write the number of the place's last owner.
+  // A rescue may still have to write the number of the place's last owner.
   const auto ready = std::ranges::find_if(free_, [](const Place& place) {
     return place.word->load(std::memory_order_acquire) == place.number;
   });
@@ -48,10 +48,6 @@ Status WaitWords::await(DeviceStream stream, const Place& place) {
 
 void WaitWords::release(const Place& place) {
   place.word->store(place.number, std::memory_order_release);
-}
-
-Status WaitWords::releaseFrom(DeviceStream stream, const Place& place) {
-  return accelerator_.writeWord(stream, place.word, place.number);
 }
 
 }  // namespace mooncake

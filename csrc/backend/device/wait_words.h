@@ -34,8 +34,6 @@ class WaitWords {
   Status await(DeviceStream stream, const Place& place);
   // The event has come: lets the streams go on.
   static void release(const Place& place);
-  // Enqueues that on a stream.
-  Status releaseFrom(DeviceStream stream, const Place& place);
 
  private:
   static constexpr size_t kWords = 1024;

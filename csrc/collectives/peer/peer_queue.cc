@@ -62,9 +62,12 @@ Status PeerQueue::start(const Settings& settings) {
   if (!room.ok()) return room.error();
   mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(settings.mostBlocks)));
   if (settings.maySkip) {
-    const auto beside = accelerator_.createStream(stream_.device);
+    const auto queues = accelerator_.streamQueues(stream_.device);
+    if (!queues.ok()) return queues.error();
+    const auto beside = (*queues)->take(StreamRole::kPrompt);
     if (!beside.ok()) return beside.error();
     beside_ = *beside;
+    queues_ = *queues;
   }
   auto guard = PeerGuard::make(
       *control_, *view_, area_->words(), settings.banks,
@@ -96,7 +99,7 @@ PeerQueue::~PeerQueue() {
   if (order_.hasGraphs()) (void)acknowledge();
   Status over = accelerator_.synchronize(stream_);
   if (beside_ && over.ok()) over = accelerator_.synchronize(*beside_);
-  if (beside_) accelerator_.destroyStream(*beside_);
+  if (beside_ && over.ok()) queues_->giveBack(*beside_);
   if (!over.ok()) {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);

@@ -1,0 +1,108 @@
+#include "backend/device/rescues.h"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "backend/arguments.h"
+#include "backend/device/accelerator_of.h"
+#include "backend/device/device_scope.h"
+#include "backend/device/own_stream.h"
+#include "base/log.h"
+#include "base/thread.h"
+#include "device/stream_queues.h"
+
+namespace mooncake {
+namespace {
+
+// How long copies of the outputs may take, once the stream waits.
+constexpr std::chrono::seconds kForCopies{10};
+// How long one look at the device's queues may take.
+constexpr std::chrono::milliseconds kForLook{1};
+constexpr std::chrono::microseconds kShortestPause{20}, kLongestPause{1000};
+
+}  // namespace
+
+// Never destroyed: the thread may run until the process ends.
+Rescues& Rescues::ofProcess() {
+  static auto* const rescues = new Rescues;
+  return *rescues;
+}
+
+void Rescues::begin(Rescue rescue) { ofProcess().add(std::move(rescue)); }
+
+void Rescues::add(Rescue&& rescue) {
+  std::unique_lock lock(mutex_);
+  if (!thread_.joinable()) {
+    auto started = startThread("mooncake-rescue", [this] { run(); });
+    if (!started.ok()) {
+      lock.unlock();
+      return giveUp(rescue, started.error().message);
+    }
+    thread_ = std::move(*started);
+  }
+  added_.push_back({std::move(rescue), std::nullopt});
+  changed_.notify_all();
+}
+
+void Rescues::run() {
+  std::list<Pending> pending;
+  std::chrono::microseconds pause = kShortestPause;
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      if (pending.empty()) {
+        changed_.wait(lock, [this] { return !added_.empty(); });
+        pause = kShortestPause;
+      } else if (changed_.wait_for(lock, pause, [this] { return !added_.empty(); })) {
+        pause = kShortestPause;
+      }
+      pending.splice(pending.end(), added_);
+    }
+    std::erase_if(pending, advance);
+    pause = std::min(2 * pause, kLongestPause);
+  }
+}
+
+bool Rescues::advance(Pending& pending) {
+  const Rescue& rescue = pending.rescue;
+  try {
+    const DeviceScope on(rescue.device);
+    if (!pending.copiedBy) {
+      if (!rescue.isReached()) return false;
+      pending.copiedBy = Deadline::after(kForCopies);
+    }
+    const bool isCopied = pending.copied ? pending.copied->query() : copy(pending);
+    if (!isCopied && !pending.copiedBy->passed()) return false;
+    if (!isCopied) {
+      giveUp(rescue,
+             "the device has not copied them in " + std::to_string(kForCopies.count()) + " s");
+    } else {
+      rescue.release();
+    }
+  } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
+    giveUp(rescue, error.what());
+  }
+  return true;
+}
+
+// Enqueues the copies on a stream that no other one holds up. Returns false.
+bool Rescues::copy(Pending& pending) {
+  const c10::Device device = pending.rescue.device;
+  StreamQueues& queues =
+      *orThrow(orThrow(acceleratorOf(device.type()))->streamQueues(device.index()));
+  const auto moving = queues.findMoving(Deadline::after(kForLook));
+  if (!moving.ok() && moving.error().code == ErrorCode::kTimeout) return false;
+  const c10::Stream stream = OwnStream::named(device, orThrow(moving));
+  pending.rescue.copy(stream);
+  pending.copied.emplace(device.type()).record(stream);
+  return false;
+}
+
+void Rescues::giveUp(const Rescue& rescue, const std::string& why) {
+  log(LogLevel::kWarning, rescue.device.str(), rescue.what, " are undefined: ", why);
+  rescue.release();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include "base/deadline.h"
+
+namespace mooncake {
+
+// Streams that wait for the results of operations that failed. Such a stream copies the host memory
+// of the results to its outputs in any case. So the outputs' present contents are copied to that
+// memory first, once the stream has come to the wait. Only the host releases the stream: if work of
+// another stream did that, the driver could run the two in the wrong order (cuStreamWaitValue32).
+//
+// One thread of the process, `mooncake-rescue`, waits for both steps. Thread-safe.
+class Rescues {
+ public:
+  struct Rescue {
+    c10::Device device;
+    const char* what = "";            // the outputs, for the log
+    std::function<bool()> isReached;  // whether the stream waits; throws torch's errors
+    std::function<void(const c10::Stream&)> copy;  // enqueues the copies; throws
+    std::function<void()> release;                 // lets the stream go on; called once
+  };
+  // Begins a rescue, and does not wait for it. If the device does not copy in time, the outputs are
+  // undefined: the log says so. The functions are called, and dropped, on the thread.
+  static void begin(Rescue rescue);
+
+ private:
+  struct Pending {
+    Rescue rescue;
+    std::optional<Deadline> copiedBy;    // none: the stream has not come to the wait
+    std::optional<c10::Event> copied{};  // none: the copies are not enqueued
+  };
+
+  static Rescues& ofProcess();
+  void add(Rescue&& rescue);
+  void run();
+  // Returns whether the rescue is over.
+  static bool advance(Pending& pending);
+  static bool copy(Pending& pending);
+  static void giveUp(const Rescue& rescue, const std::string& why);
+
+  std::mutex mutex_;  // guards the fields below
+  std::condition_variable changed_;
+  std::list<Pending> added_;
+  std::thread thread_;
+};
+
+}  // namespace mooncake
