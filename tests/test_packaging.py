@@ -453,7 +453,12 @@ class TestDoctor:
         has_kernels = not native.build_info()["kernels"].startswith("none")
         way = "peer access" if has_kernels else "the engine"
         assert devices == [
-            (True, f"fake device {i}", f"fake device; between processes: {way} to 0, 1")
+            (
+                True,
+                f"fake device {i}",
+                f"fake device; between processes: {way} to 0, 1; "
+                "network cards: kernels see their writes in order",
+            )
             for i in range(2)
         ]
 

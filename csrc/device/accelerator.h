@@ -82,6 +82,11 @@ class Accelerator {
   virtual Result<void*> importMemory(const ExportedMemory& memory, int device) = 0;
   virtual Status closeMemory(void* address) = 0;
 
+  // Returns whether a kernel that runs finds the bytes that a network card has written to the
+  // device's memory, once it sees a word that the host wrote after the card had reported them. False
+  // if the driver does not know: then a card has to read from that memory in between.
+  virtual bool ordersCardWrites(int device) const = 0;
+
   // Memory that is made to be shared, and that outlives its process. Null: there are no devices.
   virtual PeerMemory* peerMemory() = 0;
 

@@ -46,7 +46,9 @@ DeviceFinding findingOf(Accelerator& accelerator, bool hasKernels, int device) {
   }
   const Status shares = accelerator.peerMemory()->checkSharing(device);
   found.works = shares.ok();
-  found.text = *name + "; between processes: " + *ways;
+  found.text = *name + "; between processes: " + *ways + "; network cards: " +
+               (accelerator.ordersCardWrites(device) ? "kernels see their writes in order"
+                                                     : "they read back what they write");
   if (!shares.ok()) found.text += ". " + shares.error().message;
   return found;
 }

@@ -32,6 +32,7 @@ class HostAccelerator final : public Accelerator {
   Result<ExportedMemory> exportMemory(const void* address) override;
   Result<void*> importMemory(const ExportedMemory& memory, int device) override;
   Status closeMemory(void* address) override;
+  bool ordersCardWrites(int) const override { return true; }
   PeerMemory* peerMemory() override { return nullptr; }
 };
 

@@ -341,6 +341,15 @@ Status CudaAccelerator::closeMemory(void* address) {
   return runOn("cuIpcCloseMemHandle", device, [&] { return driver_.cuIpcCloseMemHandle(start); });
 }
 
+// The scope of the owner is enough: other ranks of the host read such bytes only after a kernel of
+// the owner has seen the word and told them. Devices before Hopper keep no order, and drivers before
+// 11.3 do not know the attribute.
+bool CudaAccelerator::ordersCardWrites(int device) const {
+  const auto scope =
+      contexts_->attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, device);
+  return scope.ok() && *scope >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
+}
+
 Result<std::unique_ptr<Accelerator>> openCuda() {
   const auto loaded = CudaDriver::load();
   if (!loaded.ok()) return loaded.error();

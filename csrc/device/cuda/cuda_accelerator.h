@@ -44,6 +44,7 @@ class CudaAccelerator final : public Accelerator, public WordRecorder {
   Result<ExportedMemory> exportMemory(const void* address) override;
   Result<void*> importMemory(const ExportedMemory& memory, int device) override;
   Status closeMemory(void* address) override;
+  bool ordersCardWrites(int device) const override;
   PeerMemory* peerMemory() override { return &peers_; }
 
  private:

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -47,6 +48,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   Result<ExportedMemory> exportMemory(const void* address) override;
   Result<void*> importMemory(const ExportedMemory& memory, int device) override;
   Status closeMemory(void* address) override;
+  bool ordersCardWrites(int) const override { return ordersCardWrites_; }
   PeerMemory* peerMemory() override { return this; }
 
   Status checkSharing(int device) override;
@@ -69,6 +71,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   void loseContext() override;
   void limitMemory(size_t bytes) override;
   Status enterUnsafe(const std::string& call) override;
+  void setCardWriteOrder(bool isKept) override { ordersCardWrites_ = isKept; }
   Status beginCapture(DeviceStream stream) override;
   Result<uint64_t> endCapture(DeviceStream stream) override;
   Status replay(uint64_t graph, DeviceStream stream) override;
@@ -95,6 +98,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   FakeFailures failures_;
   FakeCallers callers_;
   FakeKernelTable kernels_;
+  std::atomic<bool> ordersCardWrites_{true};
 
   std::mutex mutex_;   // guards ended_
   std::string ended_;  // the reason why calls fail; empty: none

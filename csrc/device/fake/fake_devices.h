@@ -65,6 +65,8 @@ class FakeDevices : public Accelerator {
   // For a call of torch that CUDA forbids during captures: a look at an event, or a wait on the host.
   // If a capture is on and the thread's mode is global, it fails and spoils the captures.
   virtual Status enterUnsafe(const std::string& call) = 0;
+  // Whether kernels see bytes of network cards in order: ordersCardWrites(). True at first.
+  virtual void setCardWriteOrder(bool isKept) = 0;
   // Calls on the stream are recorded and not run until endCapture(). A stream joins the capture if
   // it blocks on an event that was recorded in it; the stream that began must block on the others'
   // last work before endCapture(). Waits on the host and events from outside spoil a capture.

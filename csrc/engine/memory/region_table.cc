@@ -50,6 +50,8 @@ RegionTable::~RegionTable() {
 Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t rights,
                                       MemoryOwner owner) {
   if (owner) rights |= kOfDevice;
+  if (owner && (rights & kLasting) != 0 && !owner.accelerator->ordersCardWrites(owner.device))
+    rights |= kReadBack;
   const auto start = reinterpret_cast<uintptr_t>(address);
   if ((!address && bytes != 0) || start + bytes < start) {
     return Error{ErrorCode::kInvalidArgument,

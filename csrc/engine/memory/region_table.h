@@ -42,6 +42,10 @@ enum RegionRights : uint32_t {
   kOfDevice = 32,
   // Not a right: DeviceExports tells peers of the host how to map the memory. add() sets it.
   kExported = 64,
+  // Not a right: a peer's card that has written to this long-lived memory has to read from it before
+  // it reports the bytes. Otherwise a kernel that runs may see a count of the bytes ahead of the
+  // bytes (Accelerator::ordersCardWrites). add() sets it.
+  kReadBack = 128,
 };
 
 // Prepares long-lived memory: registers it with network cards.

@@ -6,22 +6,28 @@
 
 namespace mooncake {
 
-PacketPool::PacketPool(std::byte* base, size_t count, size_t bytes)
-    : base_(base), count_(count), bytes_(bytes), shares_(count - std::min(count, kReserve)) {
+PacketPool::PacketPool(std::byte* base, size_t count, size_t bytes, size_t spareBytes)
+    : base_(base),
+      count_(count),
+      bytes_(bytes),
+      spareBytes_(spareBytes),
+      shares_(count - std::min(count, kReserve)) {
   free_.reserve(count);
   for (size_t i = count; i > 0; --i) free_.push_back(static_cast<uint32_t>(i - 1));
 }
 
-Result<std::unique_ptr<PacketPool>> PacketPool::create(size_t count, size_t bytes) {
-  void* base =
-      ::mmap(nullptr, count * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+Result<std::unique_ptr<PacketPool>> PacketPool::create(size_t count, size_t bytes,
+                                                       size_t spareBytes) {
+  const size_t all = count * bytes + spareBytes;
+  void* base = ::mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (base == MAP_FAILED) return systemError("mmap of packet buffers", errno);
   // A card could write there without the knowledge of a forked child.
-  ::madvise(base, count * bytes, MADV_DONTFORK);
-  return std::unique_ptr<PacketPool>(new PacketPool(static_cast<std::byte*>(base), count, bytes));
+  ::madvise(base, all, MADV_DONTFORK);
+  return std::unique_ptr<PacketPool>(
+      new PacketPool(static_cast<std::byte*>(base), count, bytes, spareBytes));
 }
 
-PacketPool::~PacketPool() { ::munmap(base_, count_ * bytes_); }
+PacketPool::~PacketPool() { ::munmap(base_, count_ * bytes_ + spareBytes_); }
 
 PacketPool::Share::Share(PacketPool& pool) : pool_(pool) {
   std::lock_guard lock(pool_.mutex_);

@@ -42,25 +42,28 @@ class PacketPool {
     bool isOfReserve = false;
   };
 
-  static Result<std::unique_ptr<PacketPool>> create(size_t count, size_t bytes);
+  // `spareBytes` of memory come behind the buffers, for the caller.
+  static Result<std::unique_ptr<PacketPool>> create(size_t count, size_t bytes,
+                                                    size_t spareBytes = 0);
   ~PacketPool();
   PacketPool(const PacketPool&) = delete;
   PacketPool& operator=(const PacketPool&) = delete;
 
   size_t count() const { return count_; }
   size_t bufferBytes() const { return bytes_; }
-  // Returns the memory of all buffers.
-  std::span<std::byte> memory() const { return {base_, count_ * bytes_}; }
+  // Returns the memory of all buffers and the spare bytes.
+  std::span<std::byte> memory() const { return {base_, count_ * bytes_ + spareBytes_}; }
+  std::byte* spare() const { return base_ + count_ * bytes_; }
   Buffer take(Share& share, bool isUrgent = false);
   void giveBack(Share& share, Buffer buffer);
   // Returns the buffer with this index, in a pool without shares.
   std::byte* at(size_t index) const { return base_ + index * bytes_; }
 
  private:
-  PacketPool(std::byte* base, size_t count, size_t bytes);
+  PacketPool(std::byte* base, size_t count, size_t bytes, size_t spareBytes);
 
   std::byte* const base_;
-  const size_t count_, bytes_;
+  const size_t count_, bytes_, spareBytes_;
   mutable std::mutex mutex_;  // guards the members below
   std::vector<uint32_t> free_;
   FairShares shares_;

@@ -126,6 +126,20 @@ TEST_F(CudaAcceleratorTest, PinnedMemoryNeedsADeviceInUse) {
 
 // ---- memory
 
+TEST_F(CudaAcceleratorTest, TheOrderOfCardsWritesIsThatOfTheDevice) {
+  constexpr auto kOrdering = CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING;
+  for (const auto& [scope, isOrdered] : {std::pair(CU_GPU_DIRECT_RDMA_WRITES_ORDERING_NONE, false),
+                                         {CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER, true},
+                                         {CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES, true}}) {
+    driver.attributes[kOrdering] = scope;
+    EXPECT_EQ(cuda->ordersCardWrites(0), isOrdered) << scope;
+  }
+  EXPECT_FALSE(cuda->ordersCardWrites(2));  // no such device
+  driver.unknownAttributes = {kOrdering};   // of an old driver
+  EXPECT_FALSE(cuda->ordersCardWrites(0));
+  EXPECT_TRUE(driver.active.empty());
+}
+
 TEST_F(CudaAcceleratorTest, TheKindOfMemoryIsKnownWithoutAContext) {
   driver.memory[0x20000] = {.device = 1, .bytes = 16};
   driver.memory[0x30000] = {.type = CU_MEMORYTYPE_HOST, .bytes = 16};

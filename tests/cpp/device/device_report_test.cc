@@ -12,6 +12,8 @@
 namespace mooncake::testing {
 namespace {
 
+const std::string kOrdered = "; network cards: kernels see their writes in order";
+
 TEST(DeviceReportTest, DevicesAreListedWithTheWaysBetweenThem) {
   const auto devices = makeFakeDevices();
   const auto found = reportDevices(*devices, true);
@@ -19,14 +21,21 @@ TEST(DeviceReportTest, DevicesAreListedWithTheWaysBetweenThem) {
   EXPECT_EQ(found[0].subject, "fake devices");
   EXPECT_EQ(found[0].text, "2, fake driver");
   EXPECT_EQ(found[2].subject, "fake device 1");
-  EXPECT_EQ(found[2].text, "fake device; between processes: peer access to 0, 1");
+  EXPECT_EQ(found[2].text, "fake device; between processes: peer access to 0, 1" + kOrdered);
   EXPECT_TRUE(found[2].works);
 }
 
 TEST(DeviceReportTest, ABuildWithoutKernelsUsesTheEngine) {
   const auto devices = makeFakeDevices();
   EXPECT_EQ(reportDevices(*devices, false)[1].text,
-            "fake device; between processes: the engine to 0, 1");
+            "fake device; between processes: the engine to 0, 1" + kOrdered);
+}
+
+TEST(DeviceReportTest, ADeviceThatDoesNotOrderCardsWritesSaysSo) {
+  const auto devices = makeFakeDevices();
+  devices->setCardWriteOrder(false);
+  EXPECT_TRUE(reportDevices(*devices, true)[1].text.ends_with(
+      "; network cards: they read back what they write"));
 }
 
 TEST(DeviceReportTest, ADeviceThatCannotShareSaysWhy) {
@@ -53,14 +62,18 @@ TEST(DeviceReportTest, PeerAccessHasToGoBothWays) {
   ScriptedDriver driver;
   driver.devices = 3;
   driver.peers = {{0, 1}, {1, 0}, {0, 2}};
+  driver.attributes[CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING] =
+      CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
   const auto cuda = valueOf(CudaAccelerator::make(driver.table, {}));
   const auto found = reportDevices(*cuda, true);
   ASSERT_EQ(found.size(), 4u);
   EXPECT_EQ(found[0].text, "3, driver for CUDA 13.0");
   EXPECT_EQ(found[1].text,
-            "Scripted GPU, sm_90; between processes: peer access to 0, 1; shared host memory to 2");
+            "Scripted GPU, sm_90; between processes: peer access to 0, 1; shared host memory to 2" +
+                kOrdered);
   EXPECT_EQ(found[3].text,
-            "Scripted GPU, sm_90; between processes: peer access to 2; shared host memory to 0, 1");
+            "Scripted GPU, sm_90; between processes: peer access to 2; shared host memory to 0, 1" +
+                kOrdered);
   EXPECT_EQ(driver.countOf("cuDevicePrimaryCtxRetain"), 0);
 }
 #endif

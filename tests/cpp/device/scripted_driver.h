@@ -91,9 +91,10 @@ class ScriptedDriver {
       {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
       {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1},
       {CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, 1}};
-  std::set<std::pair<int, int>> peers;     // devices that reach each other's memory
-  const void* image = nullptr;             // that was loaded
-  std::map<CUfunction, int> sharedLimits;  // dynamic shared memory that was allowed
+  std::set<CUdevice_attribute> unknownAttributes;  // of a later driver
+  std::set<std::pair<int, int>> peers;             // devices that reach each other's memory
+  const void* image = nullptr;                     // that was loaded
+  std::map<CUfunction, int> sharedLimits;          // dynamic shared memory that was allowed
   std::vector<Launch> launches;
   std::map<CUmemGenericAllocationHandle, Shared> shared;
   std::map<CUdeviceptr, Range> ranges;
@@ -167,8 +168,10 @@ inline void ScriptedDriver::fill() {
     return self()->called("cuDeviceGetCount");
   };
   table.cuDeviceGetAttribute = [](int* value, CUdevice_attribute attribute, CUdevice) {
+    const CUresult result = self()->called("cuDeviceGetAttribute");
+    if (self()->unknownAttributes.contains(attribute)) return CUDA_ERROR_INVALID_VALUE;
     *value = self()->attributes[attribute];
-    return self()->called("cuDeviceGetAttribute");
+    return result;
   };
   table.cuDeviceGetName = [](char* name, int bytes, CUdevice) {
     std::snprintf(name, static_cast<size_t>(bytes), "Scripted GPU");

@@ -291,6 +291,7 @@ size_t SimNic::poll(std::span<NicCompletion> into) {
   const auto now = Clock::now();
   carryDue(now);
   std::lock_guard lock(mutex_);
+  landUntil(now);
   for (auto due = in_.begin(); due != in_.end() && due->first <= now;) {
     const auto one = in_.extract(due++);
     take(one.mapped(), now);
@@ -371,6 +372,7 @@ SimNic::Time SimNic::nextDue() const {
   Time next = Time::max();
   if (!out_.empty()) next = std::min(next, out_.begin()->first);
   if (!in_.empty()) next = std::min(next, in_.begin()->first);
+  if (!landings_.empty()) next = std::min(next, landings_.begin()->first);
   if (!completions_.empty()) next = std::min(next, completions_.begin()->first);
   if (!ends_.empty()) next = std::min(next, ends_.begin()->first);
   for (const auto& [number, operation] : operations_) {
@@ -397,6 +399,7 @@ void SimNic::wake() {
 void SimNic::close() {
   std::lock_guard lock(mutex_);
   isClosed_ = true;
+  landUntil(Time::max());
   const auto now = Clock::now();
   for (auto& [number, operation] : operations_) end(number, NicError::kCancelled, now);
   for (auto& [when, ended] : std::exchange(ends_, {}))

@@ -38,6 +38,7 @@ class SimNic final : public Nic {
   static constexpr std::chrono::milliseconds kTimeLimit{30};
   static constexpr std::chrono::milliseconds kMostDeath{20};
   static constexpr std::chrono::microseconds kMostStorm{500};
+  static constexpr std::chrono::milliseconds kLag{20};  // see Options::landsBehind
 
   using Host = std::array<std::byte, 16>;  // the engine that a card belongs to
   using Carry = std::function<Status(const Host& host, ByteView message)>;
@@ -50,6 +51,9 @@ class SimNic final : public Nic {
     std::function<void()> onGone = nullptr;
     bool withdrawalStops = true;
     bool closeEndsReads = true;
+    // Returns whether bytes that cards write to this memory land behind the completion: when a card
+    // reads through this one, or after kLag. Null: none do.
+    std::function<bool(const std::byte* memory)> landsBehind = nullptr;
     uint64_t turn = 0;  // number of earlier cards at this index
   };
   explicit SimNic(Options options);
@@ -145,6 +149,12 @@ class SimNic final : public Nic {
   struct Registered {
     std::span<std::byte> memory;
     uint32_t access = 0;
+    bool landsBehind = false;
+  };
+  // Bytes that are on their way from this card to memory.
+  struct Landing {
+    std::byte* to = nullptr;
+    Bytes bytes;
   };
 
   // All are called under the lock.
@@ -157,7 +167,10 @@ class SimNic final : public Nic {
   void serveRead(const Host& from, const Message& request, Time now);
   void serveWrite(const Host& from, const Message& piece, ByteView data, Time now);
   void reply(const Host& to, const Message& request, Message answer, ByteView data, Time when);
-  std::optional<std::span<std::byte>> reach(const Message& message, uint32_t right);
+  std::optional<std::span<std::byte>> reach(const Message& message, uint32_t right,
+                                            bool* landsBehind = nullptr);
+  // Lands what was due at that time.
+  void landUntil(Time when);
   void carryDue(Time now);
   void cut(const Out& whole, std::span<const std::byte> data, Time now, bool isLate, bool isSlow);
   uint64_t drawLateness();
@@ -185,6 +198,7 @@ class SimNic final : public Nic {
   std::map<uint64_t, Registered> registered_;
   std::map<uint64_t, std::pair<Registered, Time>> withdrawn_;  // with the end of their grace period
   std::map<std::pair<Address, uint64_t>, uint64_t> writing_;   // bytes that have arrived, per write
+  std::multimap<Time, Landing> landings_;
   uint64_t carried_ = 0, refused_ = 0;
 };
 

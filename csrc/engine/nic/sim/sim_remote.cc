@@ -19,6 +19,7 @@ class SimNic::Memory final : public NicMemory {
       : nic_(nic), memory_(memory), key_(key) {}
   ~Memory() override {
     std::lock_guard lock(nic_.mutex_);
+    nic_.landUntil(Time::max());
     const auto gone = nic_.registered_.extract(key_);
     // Writes that have begun or are on their way may still land for a while.
     if (gone && !nic_.limits_.withdrawalStops)
@@ -37,7 +38,7 @@ Result<std::unique_ptr<NicMemory>> SimNic::registerMemory(std::span<std::byte> m
                                                           uint32_t access) {
   std::lock_guard lock(mutex_);
   const uint64_t key = ++lastNumber_ << 32 | dice_.below(UINT32_MAX);
-  registered_[key] = {memory, access};
+  registered_[key] = {memory, access, options_.landsBehind && options_.landsBehind(memory.data())};
   return std::unique_ptr<NicMemory>(new Memory(*this, memory, key));
 }
 
@@ -90,7 +91,8 @@ bool SimNic::deliver(ByteView packet, Time now) {
   return true;
 }
 
-std::optional<std::span<std::byte>> SimNic::reach(const Message& message, uint32_t right) {
+std::optional<std::span<std::byte>> SimNic::reach(const Message& message, uint32_t right,
+                                                  bool* landsBehind) {
   const Registered* found = nullptr;
   if (const auto at = registered_.find(message.key); at != registered_.end()) found = &at->second;
   std::erase_if(withdrawn_, [&](const auto& one) { return one.second.second < Clock::now(); });
@@ -103,7 +105,15 @@ std::optional<std::span<std::byte>> SimNic::reach(const Message& message, uint32
     ++refused_;
     return std::nullopt;
   }
+  if (landsBehind) *landsBehind = found->landsBehind;
   return found->memory.subspan(message.offset, message.length);
+}
+
+void SimNic::landUntil(Time when) {
+  while (!landings_.empty() && landings_.begin()->first <= when) {
+    const auto due = landings_.extract(landings_.begin());
+    std::memcpy(due.mapped().to, due.mapped().bytes.data(), due.mapped().bytes.size());
+  }
 }
 
 void SimNic::reply(const Host& host, const Message& request, Message answer, ByteView data,
@@ -116,6 +126,7 @@ void SimNic::reply(const Host& host, const Message& request, Message answer, Byt
 }
 
 void SimNic::serveRead(const Host& from, const Message& request, Time now) {
+  landUntil(Time::max());
   const auto memory = reach(request, static_cast<uint32_t>(NicAccess::kRemoteRead));
   if (!memory)
     return reply(from, request, {.kind = Kind::kReadData, .answer = Answer::kRefused}, {}, now);
@@ -129,10 +140,16 @@ void SimNic::serveRead(const Host& from, const Message& request, Time now) {
 }
 
 void SimNic::serveWrite(const Host& from, const Message& piece, ByteView data, Time now) {
-  const auto memory = reach(piece, static_cast<uint32_t>(NicAccess::kRemoteWrite));
+  bool landsBehind = false;
+  const auto memory = reach(piece, static_cast<uint32_t>(NicAccess::kRemoteWrite), &landsBehind);
   if (!memory)
     return reply(from, piece, {.kind = Kind::kWritten, .answer = Answer::kRefused}, {}, now);
-  if (!data.empty()) std::memcpy(memory->data() + piece.position, data.data(), data.size());
+  std::byte* const to = memory->data() + piece.position;
+  if (landsBehind) {
+    landings_.emplace(now + kLag, Landing{to, Bytes(data.begin(), data.end())});
+  } else if (!data.empty()) {
+    std::memcpy(to, data.data(), data.size());
+  }
   uint64_t& arrived = writing_[{piece.from, piece.operation}];
   arrived += data.size();
   if (arrived < piece.length) return;

@@ -98,7 +98,8 @@ bool CardFetches::serve(const control::Fetch::One& one, bool isOneOfFew,
   if (!local) return false;
   const auto grant = parts_.keys.find(one.target);
   if (!grant || (grant->rights & (kRemoteWrite | kLanding)) == 0 ||
-      one.targetOffset > grant->bytes || one.bytes > grant->bytes - one.targetOffset)
+      one.targetOffset > grant->bytes || one.bytes > grant->bytes - one.targetOffset ||
+      !mover_.canWrite(*grant))
     return false;
   const auto transfer = std::make_shared<CardTransfer>();
   transfer->number = parts_.stream.nextNumber();

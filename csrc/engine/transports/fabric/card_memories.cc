@@ -20,9 +20,22 @@ constexpr size_t kParallelFrom = size_t(1) << 20;
 // Rights by which cards of peers may write. With kLanding only peers that were asked to.
 constexpr uint32_t kWritten = kRemoteWrite | kLanding;
 
+bool isReadBack(uint32_t rights) { return (rights & kReadBack) != 0 && (rights & kWritten) != 0; }
+
+// A card that reads back what it has written needs a key that allows both.
 uint32_t accessOf(uint32_t rights) {
-  return ((rights & kRemoteRead) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteRead) : 0) |
+  const bool isRead = (rights & kRemoteRead) != 0 || isReadBack(rights);
+  return (isRead ? static_cast<uint32_t>(NicAccess::kRemoteRead) : 0) |
          ((rights & kWritten) != 0 ? static_cast<uint32_t>(NicAccess::kRemoteWrite) : 0);
+}
+
+// Cards of both ends have one provider, so ours tell what those of a peer can do.
+Status checkReadBack(const Nic& nic, uint32_t rights) {
+  if (!isReadBack(rights) || (nic.limits().remoteRead && nic.limits().closeEndsReads)) return {};
+  return {ErrorCode::kUnsupported,
+          "network card " + nic.name() + ", provider " + nic.provider() +
+              ": kernels may miss bytes that it writes to this device's memory, and it cannot read "
+              "them back"};
 }
 
 }  // namespace
@@ -70,13 +83,18 @@ std::shared_ptr<const CardMemories::OnCard> CardMemories::registerWith(size_t ca
   // that read by themselves ask no peer, so no key of theirs has to allow that.
   const bool lands = !limits.closeEndsReads && (rights & kWritten) != 0;
   const bool isApart = lands && (rights & kRemoteWrite) == 0;
-  auto registered = NicRegistrations({nic.get()}).add(memory, accessOf(rights & ~kLanding));
+  using Registered = Result<std::shared_ptr<const NicRegistration>>;
+  const Status able = checkReadBack(*nic, rights);
+  auto registered = able.ok()
+                        ? NicRegistrations({nic.get()}).add(memory, accessOf(rights & ~kLanding))
+                        : Registered(able.error());
   auto landing = isApart && registered.ok()
                      ? NicRegistrations({nic.get()}).add(memory, accessOf(rights))
                      : registered;
   if (landing.ok()) {
     made->memory_ = std::move(*registered);
     if (lands) made->landing_ = isApart ? std::move(*landing) : made->memory_;
+    if (isReadBack(rights)) tellReadBack();
     return made;
   }
   std::lock_guard lock(mutex_);
@@ -85,6 +103,13 @@ std::shared_ptr<const CardMemories::OnCard> CardMemories::registerWith(size_t ca
         " bytes is copied by the processor: ", landing.error().message);
   }
   return made;
+}
+
+void CardMemories::tellReadBack() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(hasToldReadBack_, true)) return;
+  log(LogLevel::kInfo, name_, "kernels may see counts ahead of bytes that cards have written to a ",
+      "device's memory, so each card reads from there before it reports them");
 }
 
 void CardMemories::onAdded(uint64_t key, std::span<std::byte> memory, uint32_t rights) {
@@ -184,6 +209,7 @@ control::Grant CardMemories::grant(uint64_t key, const std::shared_ptr<KeyHolder
   if (!table_.open(key, 0, region.memory.size(), 0)) return grant;
   const uint32_t landing = isAsked ? uint32_t(kLanding) : 0;
   grant.rights = region.rights & (kRemoteRead | kRemoteWrite | landing);
+  if ((grant.rights & kWritten) != 0) grant.rights |= region.rights & kReadBack;
   grant.bytes = region.memory.size();
   size_t all = 0;
   for (size_t card = 0; card < region.cards.size(); ++card) {

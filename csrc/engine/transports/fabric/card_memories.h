@@ -128,6 +128,7 @@ class CardMemories final : public RegionWatcher {
 
   std::shared_ptr<const OnCard> registerWith(size_t card, std::span<std::byte> memory,
                                              uint32_t rights);
+  void tellReadBack();
   bool isStale(const Region& region, size_t card) const;
   const Region* regionOf(std::span<const std::byte> range, uint32_t rights,
                          uint64_t& key) const;                      // under the lock
@@ -148,7 +149,7 @@ class CardMemories final : public RegionWatcher {
   std::mutex mutex_;  // guards all members below
   std::condition_variable changed_;
   bool isStopped_ = false;
-  bool hasToldFailure_ = false, hasToldUse_ = false;
+  bool hasToldFailure_ = false, hasToldUse_ = false, hasToldReadBack_ = false;
   std::map<uint64_t, Region> regions_;                   // by key
   std::multimap<const std::byte*, uint64_t> byAddress_;  // keys; memory may be added twice
   uint64_t lastDetached_ = 0;

@@ -25,7 +25,8 @@ CardMover::CardMover(const char* name, size_t leastByCard, const Parts& parts, c
       leastByCard_(leastByCard),
       parts_(parts),
       tell_(std::move(tell)),
-      underWayOn_(parts.rails.count()) {}
+      underWayOn_(parts.rails.count()),
+      readBacks_(parts.rails.count()) {}
 
 // ---- beginning
 
@@ -41,6 +42,7 @@ bool CardMover::begin(const Request& request) {
   if (!grant || (grant->rights & right) == 0 || request.there.offset > grant->bytes ||
       request.memory.size() > grant->bytes - request.there.offset)
     return false;
+  if (request.isWrite && !canWrite(*grant)) return false;
   const auto transfer = std::make_shared<CardTransfer>();
   transfer->number = parts_.stream.nextNumber();
   transfer->kind = request.isWrite ? CardTransfer::Kind::kWrite : CardTransfer::Kind::kRead;
@@ -201,7 +203,9 @@ bool CardMover::onMoved(const CardPiece& piece, bool hasBegun, const NicCompleti
   --underWayOn_[piece.path];
   if (!moving_.contains(transfer.number)) return false;
   const bool isMoved = how.error == NicError::kNone;
-  if (isMoved) {
+  if (isMoved && !transfer.error && transfer.isReadBack()) {
+    readBacks_.add(piece);
+  } else if (isMoved) {
     count(transfer, piece.bytes);
     --transfer.open;
   } else if (transfer.error) {
@@ -229,9 +233,34 @@ void CardMover::onFailed(const CardPiece& piece, bool hasBegun, const NicComplet
   // A refused write does not land, and a read that has ended brings no more bytes.
   if (!transfer.writes() || !hasBegun || isRefused)
     return fallBack(piece.transfer, piece.position, piece.bytes);
+  fallBackLater(piece);
+}
+
+// Moves a piece of a write without our cards, once nothing of it can land late.
+void CardMover::fallBackLater(const CardPiece& piece) {
+  const CardTransfer& transfer = *piece.transfer;
   if (parts_.retirements.add({piece.transfer, piece.position, piece.bytes}, piece.card)) {
     transfer.grant->voidKeysOf(piece.card);
     parts_.keys.forget(transfer.key);
+  }
+}
+
+void CardMover::onReadBack(size_t path, bool hasBegun, const NicCompletion& how,
+                           Clock::time_point now) {
+  const bool isSeen = how.error == NicError::kNone;
+  bool isPathToBlame = !isSeen && hasBegun && how.error != NicError::kRefused;
+  for (const CardPiece& piece : readBacks_.end(path)) {
+    CardTransfer& transfer = *piece.transfer;
+    if (!moving_.contains(transfer.number)) continue;
+    if (isSeen) count(transfer, piece.bytes);
+    if (isSeen || transfer.error) {
+      --transfer.open;
+    } else {
+      if (std::exchange(isPathToBlame, false))
+        parts_.stream.leaveOut(path, now, "the card could not read back what it had written");
+      fallBackLater(piece);
+    }
+    endIfOver(piece.transfer);
   }
 }
 
@@ -299,6 +328,7 @@ std::vector<std::shared_ptr<CardTransfer>> CardMover::giveUpAll(
     if (const auto transfer = find(number)) --transfer->open;
   }
   for (const LatePiece& piece : parts_.retirements.takeAll()) --piece.transfer->open;
+  for (const CardPiece& piece : readBacks_.takeReported()) --piece.transfer->open;
   parts_.keys.forgetAll();
   unmoved_.clear();
   std::vector<std::shared_ptr<CardTransfer>> asked;
@@ -334,7 +364,9 @@ CardMover::Taken CardMover::take(const Completion* completion) {
   }
   const auto isTaken = [](const auto& transfer) { return transfer->isTaken; };
   std::erase_if(unmoved_, isTaken);
-  parts_.retirements.dropPieces([&](const LatePiece& piece) { return isTaken(piece.transfer); });
+  const auto isOfTaken = [&](const auto& piece) { return isTaken(piece.transfer); };
+  parts_.retirements.dropPieces(isOfTaken);
+  readBacks_.dropReported(isOfTaken);
   return taken;
 }
 

@@ -15,6 +15,7 @@
 #include "engine/transports/fabric/peer_cards.h"
 #include "engine/transports/fabric/peer_keys.h"
 #include "engine/transports/fabric/rails.h"
+#include "engine/transports/fabric/read_backs.h"
 #include "engine/transports/fabric/retirements.h"
 
 namespace mooncake {
@@ -23,6 +24,9 @@ namespace mooncake {
 // fail. Such a piece goes as packets, or is left to the peer that has asked for it. A failed
 // write goes again only when it cannot land late any more. Pieces go out to a function of the
 // caller. Under the channel's lock, except for the members that say otherwise.
+//
+// A write to memory of kReadBack has ended once kernels of the peer's device see it: the cards that
+// wrote it have read from there.
 class CardMover {
  public:
   // The parts of a channel that move bytes. They live longer than the mover.
@@ -47,7 +51,7 @@ class CardMover {
   };
   // Returns false if packets, or the peer's cards, have to move the bytes: the transfer is small,
   // the memory is not registered at both ends, the peer has not granted keys yet, or our cards do
-  // not read.
+  // not read what they have to.
   bool begin(const Request& request);
   // Adds a transfer of the kinds kAsked and kServed.
   void add(const std::shared_ptr<CardTransfer>& transfer);
@@ -68,6 +72,17 @@ class CardMover {
   // Takes the end of a piece. Returns whether it has moved bytes.
   bool onMoved(const CardPiece& piece, bool hasBegun, const NicCompletion& how,
                Clock::time_point now);
+  // Calls `submit(piece)` for each piece of which a card is to read the end now. For each of them the
+  // caller calls onReadBack() later.
+  template <typename Submit>
+  void readBack(const Submit& submit) {
+    while (auto piece = readBacks_.next()) submit(std::move(*piece));
+  }
+  void onReadBack(size_t path, bool hasBegun, const NicCompletion& how, Clock::time_point now);
+  // Returns whether our cards can write to such memory.
+  bool canWrite(const control::Grant& grant) const {
+    return (grant.rights & kReadBack) == 0 || parts_.rails.limits(0).closeEndsReads;
+  }
   // Moves a piece by packets, which counts as `open` until onPartEnded().
   void moveByPackets(const std::shared_ptr<CardTransfer>& transfer, uint64_t position,
                      uint64_t bytes);
@@ -125,6 +140,7 @@ class CardMover {
   void fallBack(const std::shared_ptr<CardTransfer>& transfer, uint64_t position, uint64_t bytes);
   void onFailed(const CardPiece& piece, bool hasBegun, const NicCompletion& how,
                 Clock::time_point now);
+  void fallBackLater(const CardPiece& piece);
   void endIfOver(const std::shared_ptr<CardTransfer>& transfer);
   void endServed(CardTransfer& transfer);
 
@@ -137,8 +153,9 @@ class CardMover {
   std::deque<std::shared_ptr<CardTransfer>> unmoved_;         // with pieces that have not begun
   size_t underWay_ = 0;                                       // pieces that were submitted
   std::vector<size_t> underWayOn_;                            // the same, by path
-  std::vector<std::shared_ptr<CardTransfer>> taken_;          // between take() and end()
-  std::condition_variable ended_;                             // `taken_` has become shorter
+  ReadBacks readBacks_;
+  std::vector<std::shared_ptr<CardTransfer>> taken_;  // between take() and end()
+  std::condition_variable ended_;                     // `taken_` has become shorter
   std::atomic<uint64_t> moved_{0};
 };
 

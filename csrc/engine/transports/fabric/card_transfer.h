@@ -56,6 +56,8 @@ struct CardTransfer {
   std::atomic<uint64_t> rails{0};
 
   bool writes() const { return kind == Kind::kWrite || kind == Kind::kServed; }
+  // Whether its cards read back what they have written.
+  bool isReadBack() const { return writes() && (grant->rights & kReadBack) != 0; }
   bool hasAllBegun() const { return error || position == memory.size(); }
 };
 

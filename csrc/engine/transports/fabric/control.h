@@ -9,7 +9,7 @@
 #include "engine/nic/nic.h"
 
 // The messages that the two ends of a fabric channel send each other over the TCP channel below:
-// one byte for the kind, then the fields. Version 3, in HELLO. Region keys are those of the
+// one byte for the kind, then the fields. Version 4, in HELLO. Region keys are those of the
 // RegionTable.
 //
 //   MESSAGE   a whole message for the user of the peer's engine
@@ -23,7 +23,7 @@
 //   ASK       u64 question: which of my packets have come?
 //   STATE     u64 question  u64 below  u32 count  count x u64: these serials, and all below
 //   RESOLVE   u64 region key: which keys may my cards use for this region?
-//   GRANT     u64 region key  u32 rights  u64 bytes  u8 cards
+//   GRANT     u64 region key  u32 rights, also kReadBack  u64 bytes  u8 cards
 //             cards x { u16 pieces  pieces x { u64 offset  u64 bytes  u64 key  u64 base } }: these.
 //             A card without pieces does not reach the region. Also sent without a RESOLVE
 //   CHANGED   u64 region key: my GRANT for it is void, or there are more keys. Ask again
@@ -61,7 +61,7 @@ enum class Kind : uint8_t {
 // Sends an encoded message to the peer's end.
 using Tell = std::function<void(const Bytes& message)>;
 
-inline constexpr uint8_t kVersion = 3;
+inline constexpr uint8_t kVersion = 4;
 inline constexpr size_t kMostRails = 64;
 inline constexpr size_t kMostNumbers = 4096;  // in one list
 inline constexpr size_t kMostPieces = 1900;   // in one grant: a message has 64 KiB

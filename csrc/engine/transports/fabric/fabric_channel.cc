@@ -7,6 +7,7 @@
 #include "base/log.h"
 #include "engine/stream/wire.h"
 #include "engine/transports/fabric/move_piece.h"
+#include "engine/transports/fabric/read_piece_back.h"
 #include "engine/transports/fabric/send_packet.h"
 
 namespace mooncake {
@@ -224,6 +225,10 @@ void FabricChannel::pump(Clock::time_point now) {
   const auto leave = [this](size_t path, const auto& packet) { return submit(path, packet); };
   stream_.sendPlain(leave);
   if (life_.lost) return;
+  mover_.readBack([this](CardPiece piece) {
+    const size_t path = piece.path;
+    rails_->submit(path, std::make_unique<ReadPieceBack>(shared_from_this(), std::move(piece)));
+  });
   mover_.moveOn(now, [this](CardPiece piece) {
     const size_t path = piece.path;
     rails_->submit(path, std::make_unique<MovePiece>(shared_from_this(), std::move(piece)));
@@ -257,6 +262,13 @@ void FabricChannel::onMoved(const CardPiece& piece, bool hasBegun, const NicComp
   std::lock_guard lock(mutex_);
   const auto now = Clock::now();
   if (mover_.onMoved(piece, hasBegun, how, now)) received_.fetch_add(1, std::memory_order_relaxed);
+  pump(now);
+}
+
+void FabricChannel::onReadBack(size_t path, bool hasBegun, const NicCompletion& how) {
+  std::lock_guard lock(mutex_);
+  const auto now = Clock::now();
+  mover_.onReadBack(path, hasBegun, how, now);
   pump(now);
 }
 

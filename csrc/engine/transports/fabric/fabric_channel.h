@@ -112,8 +112,10 @@ class FabricChannel final : public Channel,
   void onPacket(size_t rail, const Packet& packet, ByteView data) override;
   bool tick(Clock::time_point now) override;
   void onRenewed(size_t rail) override;
-  // The ends of a piece, and of a packet that its card could not send.
+  // The ends of a piece, of a read of what a card has written, and of a packet that its card could
+  // not send.
   void onMoved(const CardPiece& piece, bool hasBegun, const NicCompletion& how);
+  void onReadBack(size_t path, bool hasBegun, const NicCompletion& how);
   void onSendFailed(size_t path, uint64_t epoch, const NicCompletion& how);
   RailShare& share() { return operations_; }
   RegisteredPool& pool() { return rails_->pool(); }

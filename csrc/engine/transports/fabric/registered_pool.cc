@@ -4,7 +4,7 @@ namespace mooncake {
 
 Result<std::unique_ptr<RegisteredPool>> RegisteredPool::create(
     std::span<const std::unique_ptr<Nic>> nics, size_t count, size_t bytes) {
-  auto buffers = PacketPool::create(count, bytes);
+  auto buffers = PacketPool::create(count, bytes, nics.size() * kScratchBytes);
   if (!buffers.ok()) return buffers.error();
   std::unique_ptr<RegisteredPool> pool(new RegisteredPool(std::move(*buffers)));
   for (const auto& nic : nics) {

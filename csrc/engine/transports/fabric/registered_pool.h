@@ -23,6 +23,10 @@ class RegisteredPool {
   NicBuffer as(size_t card, std::byte* at, size_t bytes) const {
     return {{at, bytes}, registered_[card].get()};
   }
+  // Returns memory that card `card` may read into and whose content nothing uses, at most 8 bytes.
+  NicBuffer scratch(size_t card, size_t bytes) const {
+    return as(card, buffers_->spare() + card * kScratchBytes, bytes);
+  }
   // Registers the memory with a card that is to take another one's place, and puts it there.
   Result<std::unique_ptr<NicMemory>> registerWith(Nic& nic) const;
   void renew(size_t card, std::unique_ptr<NicMemory> memory) {
@@ -32,6 +36,8 @@ class RegisteredPool {
   void unregister() { registered_.clear(); }
 
  private:
+  static constexpr size_t kScratchBytes = 8;  // of each card
+
   explicit RegisteredPool(std::unique_ptr<PacketPool> buffers) : buffers_(std::move(buffers)) {}
 
   const std::unique_ptr<PacketPool> buffers_;

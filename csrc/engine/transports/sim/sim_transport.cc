@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "base/log.h"
+#include "device/memory_owner.h"
 
 namespace mooncake {
 namespace {
@@ -22,6 +23,11 @@ class Breaks {
   const uint32_t odds_;
 };
 
+bool isUnordered(const std::byte* memory) {
+  const auto owner = ownerOf(memory, 1);
+  return owner.ok() && *owner && !owner->accelerator->ordersCardWrites(owner->device);
+}
+
 }  // namespace
 
 SimOptions& defaultSimOptions() {
@@ -39,13 +45,15 @@ Result<std::unique_ptr<Transport>> createSimTransport(const TransportContext& co
   fabric.makeNics = [cards, seed, options, id = context.id](
                         FabricTransport::Carry carry) -> Result<FabricTransport::Nics> {
     const size_t count = options.cards != 0 ? options.cards : 1 + seed % 3;
-    return cards->make(count, {.host = id,
-                               .seed = seed,
-                               .odds = options.odds,
-                               .carry = std::move(carry),
-                               .onGone = nullptr,
-                               .withdrawalStops = options.withdrawalStops,
-                               .closeEndsReads = options.closeEndsReads.value_or(seed % 2 == 0)});
+    return cards->make(count,
+                       {.host = id,
+                        .seed = seed,
+                        .odds = options.odds,
+                        .carry = std::move(carry),
+                        .onGone = nullptr,
+                        .withdrawalStops = options.withdrawalStops,
+                        .closeEndsReads = options.closeEndsReads.value_or(seed % 2 == 0),
+                        .landsBehind = options.landsBehind ? options.landsBehind : isUnordered});
   };
   fabric.reopen = [cards](size_t index) -> Result<std::unique_ptr<Nic>> {
     return cards->renew(index);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -15,6 +16,8 @@ struct SimOptions {
   SimOdds odds;
   bool withdrawalStops = true;                        // see NicLimits
   std::optional<bool> closeEndsReads = std::nullopt;  // see NicLimits; none: by the seed
+  // See SimNic::Options. Null: memory of devices that do not order writes of cards.
+  std::function<bool(const std::byte* memory)> landsBehind = nullptr;
   // A channel breaks once in this many transfers, at the end that connected. 0: never.
   uint32_t breakOdds = 500;
   std::shared_ptr<SimCards> made = nullptr;  // the cards to use; null: new ones

@@ -67,6 +67,7 @@ class PatientDevice final : public Accelerator {
   Status prepareKernels(int) override { return none(); }
   Result<KernelRoom> roomFor(const KernelLaunch&, int) override { return none(); }
   Status launch(DeviceStream, const KernelLaunch&) override { return none(); }
+  bool ordersCardWrites(int) const override { return true; }
   PeerMemory* peerMemory() override { return &shared; }
 
   // Of memory that is offered. A descriptor stands for `offered`.
