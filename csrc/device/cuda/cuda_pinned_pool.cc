@@ -1,7 +1,6 @@
 #include "device/cuda/cuda_pinned_pool.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "base/log.h"
 #include "device/cuda/cuda_scope.h"
@@ -9,7 +8,8 @@
 namespace mooncake {
 namespace {
 
-constexpr size_t kSmallest = 4096;
+constexpr size_t kPage = 4096;
+constexpr size_t kMostWaste = 8;  // a block serves a request that is an eighth smaller at most
 
 bool areSame(DeviceStream a, DeviceStream b) {
   return a.device == b.device && a.handle == b.handle;
@@ -26,11 +26,13 @@ Result<std::span<std::byte>> CudaPinnedPool::allocate(size_t bytes) {
   if (!device.ok()) return device.error();
   const auto context = contexts_.inUse(*device);
   if (!context.ok()) return context.error();
-  const size_t capacity = std::bit_ceil(std::max(bytes, kSmallest));
+  const size_t capacity = (bytes + kPage - 1) / kPage * kPage;
   {
     std::lock_guard lock(mutex_);
     reclaim();
-    if (const auto found = available_.find(capacity); found != available_.end()) {
+    // Callers with many sizes round up (PinnedPool), so no size is rounded here.
+    const auto found = available_.lower_bound(capacity);
+    if (found != available_.end() && found->first - capacity <= capacity / kMostWaste) {
       std::byte* const start = found->second;
       available_.erase(found);
       blocks_[start].isFreed = false;

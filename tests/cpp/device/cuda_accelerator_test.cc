@@ -6,6 +6,7 @@
 
 #include "device/accelerator_suite.h"
 #include "device/cuda/cuda_accelerator.h"
+#include "device/pinned_pool.h"
 #include "device/scripted_driver.h"
 
 namespace mooncake::testing {
@@ -444,6 +445,32 @@ TEST_F(CudaPinnedTest, AFreedBlockIsGivenOutAgain) {
   EXPECT_NE(allocate(8192).data(), first.data());
   EXPECT_EQ(driver.countOf("cuMemHostAlloc"), 3);
   EXPECT_EQ(driver.countOf("cuEventCreate"), 0);  // no stream used it
+}
+
+// The pool of the streams rounds up to eighths of a power of two, and the driver's adds nothing.
+TEST_F(CudaPinnedTest, MemoryIsRoundedUpOnce) {
+  constexpr size_t kMiB = size_t(1) << 20;
+  PinnedPool pool(*cuda, 0, 0);
+  std::vector<PinnedPool::Piece> pieces;
+  for (const auto& [wanted, pinned] : {std::pair(size_t(1), size_t(4096)),
+                                       {kMiB, kMiB},
+                                       {kMiB + 1, kMiB + kMiB / 8},
+                                       {kMiB + kMiB / 8 + 1, kMiB + kMiB / 4},
+                                       {5 * kMiB, 5 * kMiB},
+                                       {36 * kMiB + 1, 40 * kMiB}}) {
+    pieces.push_back(valueOf(pool.take(wanted)));
+    const auto start = reinterpret_cast<CUdeviceptr>(pieces.back().memory.data());
+    EXPECT_EQ(driver.memory.at(start).bytes, pinned) << wanted;
+  }
+}
+
+TEST_F(CudaPinnedTest, ABlockServesARequestThatIsLittleSmaller) {
+  const auto first = allocate(16 * 4096);
+  cuda->freePinned(first);
+  EXPECT_NE(allocate(14 * 4096).data(), first.data());
+  const auto second = allocate(15 * 4096 - 7);
+  EXPECT_EQ(second.data(), first.data());
+  EXPECT_EQ(second.size(), 15u * 4096 - 7);
 }
 
 TEST_F(CudaPinnedTest, ABlockWaitsForAllStreamsThatUsedIt) {
