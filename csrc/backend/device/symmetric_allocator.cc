@@ -2,6 +2,8 @@
 
 #ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -23,6 +25,8 @@ namespace mooncake {
 namespace {
 
 constexpr size_t kAlignment = 256;
+constexpr auto kPatience = std::chrono::seconds(10);  // with streams that use freed memory
+constexpr auto kLook = std::chrono::milliseconds(1);
 
 size_t alignedUp(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -81,18 +85,13 @@ void* SymmetricAllocator::allocate(size_t size, c10::Device device) {
   made->padOffset = alignedUp(size);
   made->padBytes = c10d::symmetric_memory::get_signal_pad_size();
   made->total = state_.bytes;
-  const size_t bytes = made->padOffset + made->padBytes, held = *state_.bytes;
-  const size_t limit = orThrow(DeviceEnv::read()).peerMemory;
-  if (bytes > limit || held > limit - bytes) {
-    throwError({ErrorCode::kExhausted,
-                std::to_string(bytes) + " bytes of symmetric memory beside " +
-                    std::to_string(held) + " are more than MOONCAKE_PEER_MEMORY allows"});
-  }
-  auto allocated = orThrow(memory->allocateShared(device.index(), bytes));
+  made->ends = state_.ends;
+  auto allocated = share(*memory, device.index(), made->padOffset + made->padBytes);
   made->memory = allocated.memory;
   *state_.bytes += made->memory.size();
   made->shared = {.allocation = {.bytes = made->memory.size()},
                   .descriptor = std::move(allocated.descriptor)};
+  made->useCurrentStream();
   clearPad(*made);
   std::lock_guard lock(state_.mutex);
   made->shared.allocation.number = ++state_.lastNumber;
@@ -101,11 +100,31 @@ void* SymmetricAllocator::allocate(size_t size, c10::Device device) {
   return data;
 }
 
+// Memory that was freed may still be mapped, as streams use it. Where there is no room without it, the
+// call waits for these streams.
+PeerMemory::Allocation SymmetricAllocator::share(PeerMemory& memory, int device, size_t bytes) {
+  const size_t limit = orThrow(DeviceEnv::read()).peerMemory;
+  for (const auto deadline = Deadline::after(kPatience);;) {
+    state_.ends->runDue();
+    const size_t held = *state_.bytes;
+    auto made = bytes <= limit && held <= limit - bytes
+                    ? memory.allocateShared(device, bytes)
+                    : Result<PeerMemory::Allocation>(Error{
+                          ErrorCode::kExhausted,
+                          std::to_string(bytes) + " bytes of symmetric memory beside " +
+                              std::to_string(held) + " are more than MOONCAKE_PEER_MEMORY allows"});
+    const bool mayGetRoom = made.status().code() == ErrorCode::kExhausted && bytes <= limit &&
+                            state_.ends->waiting() > 0 && !deadline.passed();
+    if (!mayGetRoom) return orThrow(std::move(made));
+    std::this_thread::sleep_for(kLook);
+  }
+}
+
 void SymmetricAllocator::free(void* ptr) {
   // In a forked child the memory is the parent's, and a thread of the parent may have had the lock.
   if (c10d::symmetric_memory::is_finalizing() || state_.generation != forkGeneration()) return;
   unlocked_([&] {
-    Entry entry;  // ends without the lock, as it waits for the device
+    Entry entry;  // ends without the lock
     std::lock_guard lock(state_.mutex);
     const auto found = state_.entries.find(ptr);
     if (found == state_.entries.end()) return;
@@ -141,6 +160,7 @@ c10::intrusive_ptr<c10d::symmetric_memory::SymmetricMemory> SymmetricAllocator::
 }
 
 SymmetricAllocator::Handle SymmetricAllocator::meet(void* ptr, const std::string& groupName) {
+  state_.ends->runDue();
   const Entry entry = find(ptr);
   const auto& own = entry.allocation;
   DeviceBackend& backend = backendOf(groupName, own ? own->device : currentDevice());
@@ -162,7 +182,7 @@ SymmetricAllocator::Handle SymmetricAllocator::meet(void* ptr, const std::string
   if (mapped.empty()) return known->second;
   auto handle = c10::make_intrusive<MappedSymmetricMemory>(group, own, std::move(mapped),
                                                            backend.globalRanks());
-  Handle replaced;  // may wait for the device
+  Handle replaced;  // ends without the lock
   std::lock_guard lock(state_.mutex);
   const auto found = state_.entries.find(ptr);
   if (found != state_.entries.end() && found->second.allocation == own)

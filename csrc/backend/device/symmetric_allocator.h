@@ -26,7 +26,10 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
       : unlocked_(std::move(unlocked)) {}
 
   void* alloc(size_t size, int device_idx, const std::optional<std::string>& group_name) override;
-  // Waits for the device. Rendezvoused memory stays until its handles are gone, too.
+  // Waits for no device, so it may come in a capture. The memory is unmapped by a later alloc() or
+  // rendezvous(), once the work of its streams is over: those that were current when it was allocated,
+  // exchanged and freed, and those of signals. Rendezvoused memory stays until its handles are gone,
+  // too.
   void free(void* ptr) override;
   size_t get_alloc_size(void* ptr) override;
   // Collective over the process group, which has our backend for the device. A later call returns
@@ -52,9 +55,11 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
     std::map<void*, Entry> entries;
     uint64_t lastNumber = 0;
     const std::shared_ptr<std::atomic<size_t>> bytes = std::make_shared<std::atomic<size_t>>(0);
+    const std::shared_ptr<DeferredEnds> ends = std::make_shared<DeferredEnds>();
   };
 
   void* allocate(size_t size, c10::Device device);
+  PeerMemory::Allocation share(PeerMemory& memory, int device, size_t bytes);
   Handle meet(void* ptr, const std::string& groupName);
   Entry find(void* ptr);
 

@@ -2,6 +2,7 @@
 
 #ifdef MOONCAKE_HAS_SYMMETRIC_MEMORY
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <utility>
@@ -16,24 +17,39 @@
 
 namespace mooncake {
 
-bool SymmetricAllocation::isIdle() const noexcept {
-  if (c10d::symmetric_memory::is_finalizing() || generation != forkGeneration()) return false;
+void SymmetricAllocation::use(DeviceStream stream) const {
+  const auto isSame = [&](DeviceStream known) { return known.handle == stream.handle; };
+  std::lock_guard lock(mutex_);
+  if (std::ranges::none_of(streams_, isSame)) streams_.push_back(stream);
+}
+
+void SymmetricAllocation::useCurrentStream() const {
+  use(orThrow(nativeStream(c10::impl::VirtualGuardImpl(device.type()).getStream(device))));
+}
+
+void SymmetricAllocation::defer(std::function<void()> end) const noexcept {
+  if (c10d::symmetric_memory::is_finalizing() || generation != forkGeneration()) return;
   try {
-    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
-    return true;
-  } catch (const std::exception&) {
-    return false;
+    useCurrentStream();
+    std::unique_lock lock(mutex_);
+    auto streams = streams_;
+    lock.unlock();
+    ends->add(accelerator, std::move(streams), std::move(end));
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarning, accelerator.name(), "symmetric memory stays mapped: ", error.what());
   }
 }
 
 SymmetricAllocation::~SymmetricAllocation() {
-  if (memory.empty() || !isIdle()) return;
-  const Status unmapped = accelerator.peerMemory()->unmapShared(memory);
-  if (unmapped.ok()) {
-    *total -= memory.size();
-  } else {
-    log(LogLevel::kWarning, accelerator.name(), unmapped.error().message);
-  }
+  if (memory.empty()) return;
+  defer([&accelerator = accelerator, memory = memory, total = total] {
+    const Status unmapped = accelerator.peerMemory()->unmapShared(memory);
+    if (unmapped.ok()) {
+      *total -= memory.size();
+    } else {
+      log(LogLevel::kWarning, accelerator.name(), unmapped.error().message);
+    }
+  });
 }
 
 MappedSymmetricMemory::MappedSymmetricMemory(std::shared_ptr<PeerSharing> group,
@@ -50,13 +66,20 @@ MappedSymmetricMemory::MappedSymmetricMemory(std::shared_ptr<PeerSharing> group,
   for (void* const pad : pads_) addresses.push_back(reinterpret_cast<int64_t>(pad));
   addresses_ = at::tensor(addresses, at::kLong).to(own_->device);
   globalRanksOnDevice_ = at::tensor(globalRanks_, at::kInt).to(own_->device);
+  own_->useCurrentStream();
 }
 
+// Kernels of signals that still run have words of the group, which end after them.
 MappedSymmetricMemory::~MappedSymmetricMemory() {
-  if (!own_->isIdle()) return;
-  for (int peer = 0; peer < group_->size(); ++peer) {
-    if (peer != group_->rank()) group_->unmap(mapped_[size_t(peer)]);
-  }
+  auto theirs = mapped_;
+  theirs.erase(theirs.begin() + group_->rank());
+  own_->defer(
+      [&accelerator = own_->accelerator, theirs = std::move(theirs), words = group_->words()] {
+        for (const auto memory : theirs) {
+          const Status unmapped = accelerator.peerMemory()->unmapShared(memory);
+          if (!unmapped.ok()) log(LogLevel::kWarning, accelerator.name(), unmapped.error().message);
+        }
+      });
 }
 
 std::vector<void*> MappedSymmetricMemory::get_buffer_ptrs() {
@@ -112,9 +135,10 @@ void MappedSymmetricMemory::signal(const char* name, int channel, uint64_t puts,
     refuse(std::string(name) + ": channel " + std::to_string(channel) + " of " +
            std::to_string(channels) + "; a larger signal pad has more");
   }
-  const c10::Stream stream =
-      c10::impl::VirtualGuardImpl(own_->device.type()).getStream(own_->device);
-  throwIfError(group_->signal(orThrow(nativeStream(stream)), pads_,
+  const DeviceStream stream = orThrow(
+      nativeStream(c10::impl::VirtualGuardImpl(own_->device.type()).getStream(own_->device)));
+  own_->use(stream);
+  throwIfError(group_->signal(stream, pads_,
                               {.name = name,
                                .channel = uint32_t(channel),
                                .puts = puts,

@@ -6,7 +6,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -15,16 +17,13 @@
 
 #include "base/fork.h"
 #include "collectives/peer/peer_sharing.h"
+#include "device/deferred_ends.h"
 
 namespace mooncake {
 
-// Memory of a device that other processes may map, with a pad for signals behind the data. Its end
-// waits for the device's work.
+// Memory of a device that other processes may map, with a pad for signals behind the data. It stays
+// mapped after its end, until the work of its streams is over (DeferredEnds).
 struct SymmetricAllocation {
-  // Waits for the device. False: memory stays, because its context is lost, the process ends, or it is
-  // a forked child of the owner.
-  bool isIdle() const noexcept;
-
   SymmetricAllocation(Accelerator& accelerator, const c10::Device& device)
       : accelerator(accelerator), device(device) {}
   ~SymmetricAllocation();
@@ -39,7 +38,20 @@ struct SymmetricAllocation {
   size_t padOffset = 0;  // of the pad
   size_t padBytes = 0;
   std::shared_ptr<std::atomic<size_t>> total;  // bytes of all allocations
+  std::shared_ptr<DeferredEnds> ends;          // of all allocations
   const uint32_t generation = forkGeneration();
+
+  // Work of this stream uses the memory. A stream of the program outlives the memory.
+  void use(DeviceStream stream) const;
+  // The same for the thread's current stream of the device. Throws.
+  void useCurrentStream() const;
+  // `end` runs in a later call, once the work of all streams of use() and of the current one is over.
+  // It never runs in a process that ends, in a forked child of the owner, or without the context.
+  void defer(std::function<void()> end) const noexcept;
+
+ private:
+  mutable std::mutex mutex_;  // guards the field below
+  mutable std::vector<DeviceStream> streams_;
 };
 
 // Allocations of all ranks of a process group, as torch hands them out. Keeps this rank's allocation

@@ -74,7 +74,6 @@ PeerSharing::~PeerSharing() {
     return;
   }
   lost_->tellTo(nullptr, 0);
-  if (!pinned_.empty()) accelerator_->freePinned(pinned_);
 }
 
 Result<std::shared_ptr<PeerSharing>> PeerSharing::make(const MakeGroup& makeGroup,
@@ -85,7 +84,7 @@ Result<std::shared_ptr<PeerSharing>> PeerSharing::make(const MakeGroup& makeGrou
   made->control_ = makeGroup([lost = made->lost_](const GroupView& view) { lost->show(view); });
   const Status mine = accelerator.ok() ? made->prepare() : accelerator.status();
   MOONCAKE_TRY(agreeOnAll(*made->control_, mine, Deadline::after(settings.timeout)));
-  made->lost_->tellTo(made->words_, made->size());
+  made->lost_->tellTo(made->words_.get(), made->size());
   return made;
 }
 
@@ -101,8 +100,10 @@ Status PeerSharing::prepare() {
   MOONCAKE_TRY(accelerator_->prepareKernels(settings_.device));
   const auto pinned = accelerator_->allocatePinned(sizeof(SignalWords));
   if (!pinned.ok()) return pinned.error();
-  pinned_ = *pinned;
-  words_ = new (pinned_.data()) SignalWords;
+  words_ = {new (pinned->data()) SignalWords,
+            [accelerator = accelerator_, memory = *pinned](SignalWords*) {
+              accelerator->freePinned(memory);
+            }};
   return {};
 }
 
@@ -177,6 +178,7 @@ Status PeerSharing::mapTheirs(const std::vector<SharedAllocation>& shared,
   return {};
 }
 
+// No work uses the memory any more.
 void PeerSharing::unmap(std::span<std::byte> memory) {
   const Status unmapped = accelerator_->peerMemory()->unmapShared(memory);
   if (!unmapped.ok()) log(LogLevel::kWarning, accelerator_->name(), unmapped.error().message);
@@ -188,7 +190,7 @@ Status PeerSharing::signal(DeviceStream stream, const std::vector<uint32_t*>& pa
   MOONCAKE_TRY(control_->usable());
   const std::chrono::nanoseconds timeout =
       signals.timeout.count() > 0 ? signals.timeout : settings_.timeout;
-  kernels::SignalArguments arguments{.host = words_,
+  kernels::SignalArguments arguments{.host = words_.get(),
                                      .pads = {},
                                      .rank = rank(),
                                      .ranks = size(),

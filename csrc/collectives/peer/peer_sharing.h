@@ -36,7 +36,7 @@ class PeerSharing {
   static Result<std::shared_ptr<PeerSharing>> make(const MakeGroup& makeGroup,
                                                    Result<Accelerator*> accelerator,
                                                    const Settings& settings);
-  // No kernel of signal() may run.
+  // Kernels of signal() may still run if the caller has words().
   ~PeerSharing();
   PeerSharing(const PeerSharing&) = delete;
   PeerSharing& operator=(const PeerSharing&) = delete;
@@ -55,8 +55,8 @@ class PeerSharing {
   // Returns the memory of each rank, at addresses of this device; nothing if all ranks know it. A
   // rank that has nothing to offer takes part with its error. Collective, as make() is.
   Result<std::vector<std::span<std::byte>>> mapAll(const Result<Offer>& mine);
-  // For memory of other ranks. No work uses it any more.
-  void unmap(std::span<std::byte> memory);
+  // Keeps the words of the host that kernels of signal() use.
+  std::shared_ptr<void> words() const { return words_; }
 
   struct Signals {
     const char* name;  // of the call, for errors
@@ -78,16 +78,16 @@ class PeerSharing {
   Result<bool> agreeOnOffers(const Offer& mine, Deadline deadline);
   Status mapTheirs(const std::vector<SharedAllocation>& shared,
                    std::vector<std::span<std::byte>>& all);
+  void unmap(std::span<std::byte> memory);
   Status missed(const char* name) const;
 
   Accelerator* const accelerator_;  // null: this rank cannot take part
   const Settings settings_;
   const std::shared_ptr<LostRanks> lost_;
   std::unique_ptr<Group> control_;
-  std::mutex controlMutex_;  // one call of mapAll() at a time; guards called_
-  uint64_t called_ = 0;      // calls of mapAll()
-  std::span<std::byte> pinned_;
-  kernels::SignalWords* words_ = nullptr;
+  std::mutex controlMutex_;                      // one call of mapAll() at a time; guards called_
+  uint64_t called_ = 0;                          // calls of mapAll()
+  std::shared_ptr<kernels::SignalWords> words_;  // in pinned memory
   const uint32_t forkGeneration_ = forkGeneration();
 };
 
