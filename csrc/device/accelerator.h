@@ -39,7 +39,8 @@ class Accelerator {
   virtual Result<std::span<std::byte>> allocatePinned(size_t bytes) = 0;
   virtual void freePinned(std::span<std::byte> memory) = 0;
 
-  virtual Result<DeviceStream> createStream(int device) = 0;
+  virtual Result<DeviceStream> createStream(int device,
+                                            StreamPriority priority = StreamPriority::kNormal) = 0;
   // Returns the streams of a device, which this object keeps, by the queues that they share. The first
   // call takes some milliseconds.
   Result<StreamQueues*> streamQueues(int device);

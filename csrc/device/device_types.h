@@ -34,6 +34,10 @@ enum class CaptureMode : uint8_t {
   kRelaxed,      // any call
 };
 
+// On a device that has priorities, blocks of kernels on a high stream run before waiting blocks of
+// kernels on a normal one.
+enum class StreamPriority : uint8_t { kNormal, kHigh };
+
 // A word in pinned memory that a stream and the host share. It counts upwards and may wrap.
 using StreamWord = std::atomic<uint32_t>;
 

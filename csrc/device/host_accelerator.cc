@@ -24,7 +24,9 @@ Result<std::span<std::byte>> HostAccelerator::allocatePinned(size_t) {
 
 void HostAccelerator::freePinned(std::span<std::byte>) {}
 
-Result<DeviceStream> HostAccelerator::createStream(int) { return noDevice("createStream"); }
+Result<DeviceStream> HostAccelerator::createStream(int, StreamPriority) {
+  return noDevice("createStream");
+}
 
 void HostAccelerator::destroyStream(DeviceStream) {}
 

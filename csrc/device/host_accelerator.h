@@ -16,7 +16,8 @@ class HostAccelerator final : public Accelerator {
   Result<MemoryPlace> placeOf(const void* address) override;
   Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
   void freePinned(std::span<std::byte> memory) override;
-  Result<DeviceStream> createStream(int device) override;
+  Result<DeviceStream> createStream(int device,
+                                    StreamPriority priority = StreamPriority::kNormal) override;
   void destroyStream(DeviceStream stream) override;
   Status synchronize(DeviceStream stream) override;
   Result<std::unique_ptr<DeviceEvent>> createEvent(int device) override;

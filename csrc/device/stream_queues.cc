@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "device/device_env.h"
+
 namespace mooncake {
 namespace {
 
@@ -13,6 +15,8 @@ constexpr size_t kMostSilent = 8;
 }  // namespace
 
 Result<std::unique_ptr<StreamQueues>> StreamQueues::make(Accelerator& accelerator, int device) {
+  const auto env = DeviceEnv::read();
+  if (!env.ok()) return env.error();
   const bool hasWords = accelerator.hasStreamWords(device);
   std::unique_ptr<QueueProbe> probe;
   if (hasWords) {
@@ -20,7 +24,8 @@ Result<std::unique_ptr<StreamQueues>> StreamQueues::make(Accelerator& accelerato
     if (!made.ok()) return made.error();
     probe = std::move(*made);
   }
-  std::unique_ptr<StreamQueues> made(new StreamQueues(accelerator, device, std::move(probe)));
+  std::unique_ptr<StreamQueues> made(
+      new StreamQueues(accelerator, device, env->streamPriority, std::move(probe)));
   if (hasWords) MOONCAKE_TRY(made->findQueues());
   return made;
 }
@@ -48,14 +53,14 @@ std::vector<DeviceStream> StreamQueues::firstOfAll() const {
 }
 
 Result<DeviceStream> StreamQueues::takeLoose() {
-  if (loose_.empty()) return accelerator_.createStream(device_);
+  if (loose_.empty()) return accelerator_.createStream(device_, priority_);
   const DeviceStream stream = loose_.back();
   loose_.pop_back();
   return stream;
 }
 
 Result<StreamQueues::Grown> StreamQueues::grow() {
-  const auto made = accelerator_.createStream(device_);
+  const auto made = accelerator_.createStream(device_, priority_);
   if (!made.ok()) return made.error();
   const auto queue = probe_->heldUpBy(*made, firstOfAll());
   if (queue.ok() && *queue) {

@@ -73,8 +73,9 @@ class StreamQueues {
     std::optional<void*> owner;        // the handle of the stream that waits
   };
 
-  StreamQueues(Accelerator& accelerator, int device, std::unique_ptr<QueueProbe> probe)
-      : accelerator_(accelerator), device_(device), probe_(std::move(probe)) {}
+  StreamQueues(Accelerator& accelerator, int device, StreamPriority priority,
+               std::unique_ptr<QueueProbe> probe)
+      : accelerator_(accelerator), device_(device), priority_(priority), probe_(std::move(probe)) {}
 
   // All under the lock.
   Status findQueues();
@@ -96,6 +97,7 @@ class StreamQueues {
 
   Accelerator& accelerator_;
   const int device_;
+  const StreamPriority priority_;
   size_t count_ = 0;
   // False: streams know no words, or there are more queues than QueueProbe::kMost.
   bool isShared_ = false;

@@ -149,11 +149,18 @@ Result<std::span<std::byte>> CudaAccelerator::allocatePinned(size_t bytes) {
 
 void CudaAccelerator::freePinned(std::span<std::byte> memory) { pinned_.free(memory); }
 
-Result<DeviceStream> CudaAccelerator::createStream(int device) {
+// A device without priorities has the range from 0 to 0.
+Result<DeviceStream> CudaAccelerator::createStream(int device, StreamPriority priority) {
+  int level = 0;
+  if (priority == StreamPriority::kHigh) {
+    MOONCAKE_TRY(runOn("cuCtxGetStreamPriorityRange", device,
+                       [&] { return driver_.cuCtxGetStreamPriorityRange(nullptr, &level); }));
+  }
   CUstream made = nullptr;
   // The program's default stream must not wait for it, and the other way round.
-  MOONCAKE_TRY(runOn("cuStreamCreate", device,
-                     [&] { return driver_.cuStreamCreate(&made, CU_STREAM_NON_BLOCKING); }));
+  MOONCAKE_TRY(runOn("cuStreamCreateWithPriority", device, [&] {
+    return driver_.cuStreamCreateWithPriority(&made, CU_STREAM_NON_BLOCKING, level);
+  }));
   return DeviceStream{.device = device, .handle = made};
 }
 

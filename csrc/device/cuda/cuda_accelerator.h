@@ -27,7 +27,8 @@ class CudaAccelerator final : public Accelerator, public WordRecorder {
   Result<MemoryPlace> placeOf(const void* address) override;
   Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
   void freePinned(std::span<std::byte> memory) override;
-  Result<DeviceStream> createStream(int device) override;
+  Result<DeviceStream> createStream(int device,
+                                    StreamPriority priority = StreamPriority::kNormal) override;
   void destroyStream(DeviceStream stream) override;
   Status synchronize(DeviceStream stream) override;
   Result<std::unique_ptr<DeviceEvent>> createEvent(int device) override;

@@ -29,7 +29,8 @@
   F(cuMemHostAlloc)                    \
   F(cuMemGetAddressRange)              \
   F(cuMemcpyAsync)                     \
-  F(cuStreamCreate)                    \
+  F(cuCtxGetStreamPriorityRange)       \
+  F(cuStreamCreateWithPriority)        \
   F(cuStreamDestroy)                   \
   F(cuStreamSynchronize)               \
   F(cuStreamIsCapturing)               \

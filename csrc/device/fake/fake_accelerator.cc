@@ -180,10 +180,20 @@ void FakeAccelerator::retire(const char* call, const void* start, FakeMemory::Or
   log(LogLevel::kError, "device", "fake ", call, ": there is no such allocation at ", start);
 }
 
-Result<DeviceStream> FakeAccelerator::createStream(int device) {
+Result<DeviceStream> FakeAccelerator::createStream(int device, StreamPriority priority) {
   MOONCAKE_TRY(enter("createStream"));
   MOONCAKE_TRY(checkDevice("createStream", device));
-  return streams_.create(device);
+  const DeviceStream made = streams_.create(device);
+  if (priority == StreamPriority::kHigh) {
+    std::lock_guard lock(mutex_);
+    highStreams_.insert(made.handle);
+  }
+  return made;
+}
+
+StreamPriority FakeAccelerator::priorityOf(DeviceStream stream) {
+  std::lock_guard lock(mutex_);
+  return highStreams_.contains(stream.handle) ? StreamPriority::kHigh : StreamPriority::kNormal;
 }
 
 void FakeAccelerator::destroyStream(DeviceStream stream) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,7 +32,8 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   Result<MemoryPlace> placeOf(const void* address) override;
   Result<std::span<std::byte>> allocatePinned(size_t bytes) override;
   void freePinned(std::span<std::byte> memory) override;
-  Result<DeviceStream> createStream(int device) override;
+  Result<DeviceStream> createStream(int device,
+                                    StreamPriority priority = StreamPriority::kNormal) override;
   void destroyStream(DeviceStream stream) override;
   Status synchronize(DeviceStream stream) override;
   Result<std::unique_ptr<DeviceEvent>> createEvent(int device) override;
@@ -63,6 +65,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   DeviceStream defaultStream(int device) override;
   std::vector<DeviceStream> streams(int device) override;
   bool isIdle(DeviceStream stream) override;
+  StreamPriority priorityOf(DeviceStream stream) override;
   Result<std::span<std::byte>> allocate(int device, size_t bytes) override;
   void free(std::span<std::byte> memory) override;
   void setKernels(FakeKernels kernels) override;
@@ -100,8 +103,9 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   FakeKernelTable kernels_;
   std::atomic<bool> ordersCardWrites_{true};
 
-  std::mutex mutex_;   // guards ended_
-  std::string ended_;  // the reason why calls fail; empty: none
+  std::mutex mutex_;             // guards the fields below
+  std::string ended_;            // the reason why calls fail; empty: none
+  std::set<void*> highStreams_;  // handles, which no two streams share
 
   FakeStreams streams_;  // ends first: its work uses the rest
 };

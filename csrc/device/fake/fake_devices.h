@@ -43,6 +43,8 @@ class FakeDevices : public Accelerator {
   // All streams of the device that are not destroyed, the default one first.
   virtual std::vector<DeviceStream> streams(int device) = 0;
   virtual bool isIdle(DeviceStream stream) = 0;
+  // The priority of createStream(), which the stream's thread does not have.
+  virtual StreamPriority priorityOf(DeviceStream stream) = 0;
 
   // Memory that the other functions take for the device's. Its contents are undefined.
   virtual Result<std::span<std::byte>> allocate(int device, size_t bytes) = 0;

@@ -125,6 +125,23 @@ TEST_F(CudaAcceleratorTest, PinnedMemoryNeedsADeviceInUse) {
   EXPECT_EQ(driver.hostFlags, unsigned(CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
 }
 
+// ---- streams
+
+TEST_F(CudaAcceleratorTest, AStreamHasAPriority) {
+  use(0);
+  for (const auto& [priority, level] :
+       {std::pair(StreamPriority::kNormal, 0), {StreamPriority::kHigh, -5}}) {
+    EXPECT_TRUE(cuda->createStream(0, priority).ok());
+    EXPECT_EQ(driver.streamPriority, level);
+    EXPECT_EQ(driver.streamFlags, unsigned(CU_STREAM_NON_BLOCKING));
+  }
+  driver.greatestPriority = 0;  // a device without priorities
+  EXPECT_TRUE(cuda->createStream(0, StreamPriority::kHigh).ok());
+  EXPECT_EQ(driver.streamPriority, 0);
+  driver.results["cuCtxGetStreamPriorityRange"] = CUDA_ERROR_ILLEGAL_ADDRESS;
+  EXPECT_EQ(cuda->createStream(0, StreamPriority::kHigh).status().code(), ErrorCode::kSystem);
+}
+
 // ---- memory
 
 TEST_F(CudaAcceleratorTest, TheOrderOfCardsWritesIsThatOfTheDevice) {

@@ -7,13 +7,18 @@ namespace {
 
 class DeviceEnvTest : public test::EnvTest<DeviceEnv> {};
 
-TEST_F(DeviceEnvTest, ReadsTheLimitOfPeerMemory) {
-  const auto areSame = [](const DeviceEnv& a, const DeviceEnv& b) {
-    return a.peerMemory == b.peerMemory;
-  };
-  expectExactly({{"MOONCAKE_PEER_MEMORY", "4096"}}, areSame);
+bool areSame(const DeviceEnv& a, const DeviceEnv& b) {
+  return a.peerMemory == b.peerMemory && a.streamPriority == b.streamPriority;
+}
+
+TEST_F(DeviceEnvTest, ReadsItsVariables) {
+  expectExactly({{"MOONCAKE_PEER_MEMORY", "4096"}, {"MOONCAKE_STREAM_PRIORITY", "high"}}, areSame);
   expectDefaults(areSame);
+}
+
+TEST_F(DeviceEnvTest, RefusesOtherValuesByName) {
   expectRefused("MOONCAKE_PEER_MEMORY", "16G");
+  expectRefused("MOONCAKE_STREAM_PRIORITY", "low");
 }
 
 }  // namespace

@@ -98,6 +98,13 @@ TEST_F(FakeDevicesTest, StreamsAreListedWithTheDefaultOneFirst) {
   EXPECT_EQ(devices->streams(0).size(), 1u);
 }
 
+TEST_F(FakeDevicesTest, AStreamKeepsItsPriority) {
+  const DeviceStream high = valueOf(devices->createStream(0, StreamPriority::kHigh)),
+                     normal = valueOf(devices->createStream(0));
+  EXPECT_EQ(devices->priorityOf(high), StreamPriority::kHigh);
+  EXPECT_EQ(devices->priorityOf(normal), StreamPriority::kNormal);
+}
+
 TEST_F(FakeDevicesTest, AStreamIsIdleOnceItsWorkIsOver) {
   Gate gate;
   EXPECT_TRUE(devices->isIdle(stream));

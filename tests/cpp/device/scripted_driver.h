@@ -80,6 +80,8 @@ class ScriptedDriver {
   std::set<std::string> missing;            // functions that symbol() does not find
   std::set<int> unnamed = {4711};           // errors that the driver does not know
   std::map<CUdeviceptr, Memory> memory;
+  int greatestPriority = -5;  // of streams
+  int streamPriority = 0;     // of the last stream
   std::set<CUstream> capturing;
   size_t graphNodes = 2;                 // of each graph
   std::set<CUstream> busy;               // events that are recorded on these do not happen
@@ -258,10 +260,16 @@ inline void ScriptedDriver::fill() {
     self()->copies.push_back({.to = to, .from = from, .bytes = bytes});
     return self()->called("cuMemcpyAsync");
   };
-  table.cuStreamCreate = [](CUstream* stream, unsigned flags) {
+  table.cuCtxGetStreamPriorityRange = [](int* least, int* greatest) {
+    if (least != nullptr) *least = 0;
+    *greatest = self()->greatestPriority;
+    return self()->called("cuCtxGetStreamPriorityRange");
+  };
+  table.cuStreamCreateWithPriority = [](CUstream* stream, unsigned flags, int priority) {
     self()->streamFlags = flags;
+    self()->streamPriority = priority;
     *stream = reinterpret_cast<CUstream>(++self()->lastHandle_);
-    return self()->called("cuStreamCreate");
+    return self()->called("cuStreamCreateWithPriority");
   };
   table.cuStreamDestroy = [](CUstream) { return self()->called("cuStreamDestroy"); };
   table.cuStreamSynchronize = [](CUstream) { return self()->called("cuStreamSynchronize"); };

@@ -26,7 +26,9 @@ class PatientDevice final : public Accelerator {
 
   const char* name() const override { return "patient"; }
   int deviceCount() const override { return 1; }
-  Result<DeviceStream> createStream(int device) override { return DeviceStream{device, this}; }
+  Result<DeviceStream> createStream(int device, StreamPriority) override {
+    return DeviceStream{device, this};
+  }
   void destroyStream(DeviceStream) override {}
   Status synchronize(DeviceStream) override { return {}; }
   Result<std::unique_ptr<DeviceEvent>> createEvent(int) override {
