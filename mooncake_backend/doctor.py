@@ -214,8 +214,25 @@ def _fabric() -> Iterator[Finding]:
 
 def _accelerators() -> Iterator[Finding]:
     """Drivers of devices. Without them everything else works."""
-    for works, name, text in extension.load().describe_accelerators("cuda"):
+    findings = extension.load().describe_accelerators("cuda")
+    for works, name, text in findings:
         yield Finding(OK if works else NOTE, name, text)
+    if findings[0][0]:
+        yield _connections()
+
+
+def _connections() -> Finding:
+    """The hardware queues that CUDA gives the streams of a process."""
+    name, wanted = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+    setting = os.environ.get(name, "")
+    if setting == wanted:
+        return Finding(OK, "queues of streams", f"{name}={setting}")
+    return Finding(
+        NOTE,
+        "queues of streams",
+        f"{name}={setting or '8, the default'}: set it to {wanted}, so that fewer streams share a "
+        "queue and more groups wait without the host (docs/gpu.md)",
+    )
 
 
 def _trial() -> Finding:

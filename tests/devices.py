@@ -20,7 +20,7 @@ TESTED = os.environ.get(VARIABLE, "fake")  # the device of these layouts
 # Hardware queues that the streams of the fake device share (csrc/device/fake/fake_env.h).
 QUEUES = "FAKE_QUEUES"
 # For programs with streams that wait for each other's messages: these may not share a queue.
-OWN_QUEUES = {QUEUES: "32"}
+OWN_QUEUES = {QUEUES: "0"}
 
 
 def skip_without_words(form: str, env: Mapping[str, str]) -> None:

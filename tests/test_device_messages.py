@@ -325,7 +325,7 @@ def while_streams_are_busy(me):
 
 
 def test_a_busy_stream_holds_no_message_up(form):
-    with crew(form) as ranks:
+    with crew(form, env=devices.OWN_QUEUES) as ranks:
         ranks.call(while_streams_are_busy)
 
 

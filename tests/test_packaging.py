@@ -444,6 +444,20 @@ class TestDoctor:
             assert len(found) == 1
             assert "driver" in found[0]
 
+    def test_doctor_names_the_queues_of_streams(self, monkeypatch):
+        name = "CUDA_DEVICE_MAX_CONNECTIONS"
+        for setting, state, text in [
+            (None, doctor.NOTE, "8, the default"),
+            ("1", doctor.NOTE, f"{name}=1: set it to 32"),
+            ("32", doctor.OK, f"{name}=32"),
+        ]:
+            monkeypatch.delenv(name, raising=False)
+            if setting is not None:
+                monkeypatch.setenv(name, setting)
+            finding = doctor._connections()
+            assert finding.state == state
+            assert text in finding.text
+
     def test_it_tells_the_ways_between_devices(self):
         native = extension.load()
         if not hasattr(native, "fake_devices"):

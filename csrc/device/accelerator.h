@@ -44,6 +44,10 @@ class Accelerator {
   // Returns the streams of a device, which this object keeps, by the queues that they share. The first
   // call takes some milliseconds.
   Result<StreamQueues*> streamQueues(int device);
+  // Returns a stream that no stream of this library holds up: StreamRole::kPrompt.
+  Result<DeviceStream> takePromptStream(int device);
+  // Takes it back; its work still runs.
+  void giveBackStream(DeviceStream stream);
   // The stream's work still runs.
   virtual void destroyStream(DeviceStream stream) = 0;
   // Waits on the host until the stream's work so far is over.

@@ -146,16 +146,17 @@ void StreamQueues::giveBack(DeviceStream stream) {
   taken_.erase(taken);
 }
 
-Result<bool> StreamQueues::mayWait(DeviceStream programs) {
+Result<bool> StreamQueues::reserve(DeviceStream programs) {
   std::lock_guard lock(mutex_);
   if (!isShared_) return true;
   if (!hasWaits()) return false;
   const auto queue = probe_->heldUpBy(programs, firstOfAll());
   if (!queue.ok()) return queue.error();
   if (!*queue) return true;
-  if (**queue < kFirstOwned || queues_[**queue].owner) return false;
-  queues_[**queue].owner = programs.handle;
-  return true;
+  if (**queue < kFirstOwned) return false;
+  std::optional<void*>& owner = queues_[**queue].owner;
+  if (!owner) owner = programs.handle;
+  return owner == programs.handle;
 }
 
 Result<DeviceStream> StreamQueues::findMoving(Deadline deadline) {

@@ -57,9 +57,10 @@ class StreamQueues {
   // Takes an idle stream back. A stream that is not given back keeps its queue.
   void giveBack(DeviceStream stream);
 
-  // Returns whether a stream of the program may wait for words: then it owns its queue from now on.
-  // The stream must be idle, and not in a capture. kTimeout: it is not idle.
-  Result<bool> mayWait(DeviceStream programs);
+  // Gives a stream of the program the queue that it is in, unless that is one of the first two or has
+  // an owner. Returns whether the stream owns it: then it may wait for words, and no stream of this
+  // library that waits holds it up. The stream must be idle, and not in a capture; else kTimeout.
+  Result<bool> reserve(DeviceStream programs);
   // Returns a stream that no wait of any stream holds up now, for work that ends at once.
   // kTimeout: there is none by the deadline.
   Result<DeviceStream> findMoving(Deadline deadline);

@@ -8,7 +8,7 @@
 namespace mooncake::transfer {
 
 LocalCopier::~LocalCopier() {
-  for (const Stream& one : idle_) one.owner.accelerator->destroyStream(one.stream);
+  for (const Stream& one : idle_) one.owner.accelerator->giveBackStream(one.stream);
 }
 
 Status LocalCopier::copy(const LocalMemory& to, const LocalMemory& from, size_t bytes) {
@@ -44,7 +44,7 @@ Result<DeviceStream> LocalCopier::take(const MemoryOwner& owner) {
       return stream;
     }
   }
-  return owner.accelerator->createStream(owner.device);
+  return owner.accelerator->takePromptStream(owner.device);
 }
 
 void LocalCopier::giveBack(const MemoryOwner& owner, DeviceStream stream) {

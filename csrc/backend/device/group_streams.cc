@@ -2,7 +2,10 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
@@ -15,12 +18,24 @@
 namespace mooncake {
 namespace {
 
-// Without a queue in which the stream may wait, the group does without words.
+// Returns whether a stream of the program owns its queue; none: it is busy, or cannot be known.
+std::optional<bool> reserveFor(const c10::Stream& programs, StreamQueues& queues) {
+  const auto native = nativeStream(programs);
+  if (!native.ok()) return std::nullopt;  // older torch does not tell the handle
+  const DeviceScope on(programs.device());
+  if (isCapturing(programs) || !programs.query()) return std::nullopt;
+  const auto reserved = queues.reserve(*native);
+  return reserved.ok() ? std::optional(*reserved) : std::nullopt;
+}
+
+// The stream that the program works on now shares no queue with them, if it is idle. Without a queue
+// in which the stream may wait, the group does without words.
 OwnStream collectivesOn(const c10::Device& device, const StreamSettings& settings, bool& hasWords) {
   const auto accelerator = acceleratorOf(device.type());
   hasWords = settings.words && accelerator.ok() && (*accelerator)->hasStreamWords(device.index());
   if (hasWords) {
     StreamQueues& queues = *orThrow((*accelerator)->streamQueues(device.index()));
+    (void)reserveFor(c10::impl::VirtualGuardImpl(device.type()).getStream(device), queues);
     const auto taken = queues.take(StreamRole::kWaits);
     if (taken.ok()) return OwnStream(device, *taken);
     if (taken.error().code != ErrorCode::kExhausted) throwError(taken.error());
@@ -98,15 +113,11 @@ const c10::Stream& GroupStreams::messages(const c10::Stream& callers) {
 
 bool GroupStreams::mayWait(const c10::Stream& callers) {
   if (!waitWords_) return false;
-  const auto native = nativeStream(callers);
-  if (!native.ok()) return false;  // older torch does not tell the handle of the caller's stream
   std::lock_guard lock(mutex_);
   const auto known = mayWait_.find(callers.id());
   if (known != mayWait_.end()) return known->second;
-  const DeviceScope on(callers.device());
-  if (isCapturing(callers) || !callers.query()) return false;
-  const auto mayWait = collectives_.queues()->mayWait(*native);
-  return mayWait.ok() && (mayWait_[callers.id()] = *mayWait);
+  const auto isOwner = reserveFor(callers, *collectives_.queues());
+  return isOwner && (mayWait_[callers.id()] = *isOwner);
 }
 
 }  // namespace mooncake

@@ -62,12 +62,9 @@ Status PeerQueue::start(const Settings& settings) {
   if (!room.ok()) return room.error();
   mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(settings.mostBlocks)));
   if (settings.maySkip) {
-    const auto queues = accelerator_.streamQueues(stream_.device);
-    if (!queues.ok()) return queues.error();
-    const auto beside = (*queues)->take(StreamRole::kPrompt);
+    const auto beside = accelerator_.takePromptStream(stream_.device);
     if (!beside.ok()) return beside.error();
     beside_ = *beside;
-    queues_ = *queues;
   }
   auto guard = PeerGuard::make(
       *control_, *view_, area_->words(), settings.banks,
@@ -99,7 +96,7 @@ PeerQueue::~PeerQueue() {
   if (order_.hasGraphs()) (void)acknowledge();
   Status over = accelerator_.synchronize(stream_);
   if (beside_ && over.ok()) over = accelerator_.synchronize(*beside_);
-  if (beside_ && over.ok()) queues_->giveBack(*beside_);
+  if (beside_ && over.ok()) accelerator_.giveBackStream(*beside_);
   if (!over.ok()) {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);

@@ -14,7 +14,6 @@
 #include "collectives/peer/peer_guard.h"
 #include "collectives/peer/replay_order.h"
 #include "device/accelerator.h"
-#include "device/stream_queues.h"
 #include "group/group.h"
 #include "kernels/collectives.h"
 
@@ -112,7 +111,6 @@ class PeerQueue {
   std::unique_ptr<PeerGuard> guard_;
   ReplayOrder order_;
   std::optional<DeviceStream> recording_;
-  StreamQueues* queues_ = nullptr;      // of beside_
   std::optional<DeviceStream> beside_;  // stops kernels; none: `stream_` does
   bool isOrdered_ = false;              // the graph that is recorded begins in the order of replays
   uint64_t decisionNs_ = 0;             // see kernels::Exchange; of a graph's operation

@@ -178,7 +178,7 @@ Status DeviceReader::enqueue(UnderWay& next) {
   const auto name = std::pair(&accelerator, copy.owner.device);
   auto device = devices_.find(name);
   if (device == devices_.end()) {
-    const auto stream = accelerator.createStream(copy.owner.device);
+    const auto stream = accelerator.takePromptStream(copy.owner.device);
     if (!stream.ok()) return stream.status();
     device = devices_.emplace(name, Device{.stream = *stream, .free = {}}).first;
   }
@@ -259,7 +259,7 @@ void DeviceReader::close() {
       if (underWay_.empty()) {
         for (auto& [name, device] : devices_) {
           device.free.clear();
-          name.first->destroyStream(device.stream);
+          name.first->giveBackStream(device.stream);
         }
         devices_.clear();
         break;

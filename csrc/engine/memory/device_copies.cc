@@ -36,7 +36,7 @@ Status DeviceCopies::open(Device& device) {
   const auto memory = accelerator.allocatePinned(kBuffers * kBufferBytes);
   if (!memory.ok()) return memory.status();
   device.memory = *memory;
-  const auto stream = accelerator.createStream(device.owner.device);
+  const auto stream = accelerator.takePromptStream(device.owner.device);
   if (!stream.ok()) {
     accelerator.freePinned(device.memory);
     return stream.status();
@@ -58,7 +58,7 @@ Status DeviceCopies::open(Device& device) {
 
 void DeviceCopies::close(Device& device) {
   for (Copy& copy : device.copies) copy.event_.reset();
-  device.owner.accelerator->destroyStream(device.stream);
+  device.owner.accelerator->giveBackStream(device.stream);
   device.owner.accelerator->freePinned(device.memory);
 }
 

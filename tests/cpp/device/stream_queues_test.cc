@@ -177,7 +177,7 @@ TEST(StreamQueues, TooFewQueuesHaveNoWaits) {
     EXPECT_EQ(device.queues().count(), count);
     EXPECT_FALSE(device.queues().hasWaits());
     EXPECT_EQ(device.queues().take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
-    EXPECT_FALSE(valueOf(device.queues().mayWait(device.devices->defaultStream(0))));
+    EXPECT_FALSE(valueOf(device.queues().reserve(device.devices->defaultStream(0))));
     EXPECT_OK(device.queues().take(StreamRole::kPrompt).status());
     EXPECT_OK(device.queues().take(StreamRole::kFollows).status());
   }
@@ -189,7 +189,7 @@ TEST(StreamQueues, WithoutSharingEachStreamWaits) {
   for (int i = 0; i < 100; ++i)
     handles.insert(valueOf(device.queues().take(StreamRole::kWaits)).handle);
   EXPECT_EQ(handles.size(), 100u);
-  EXPECT_TRUE(valueOf(device.queues().mayWait(device.devices->defaultStream(0))));
+  EXPECT_TRUE(valueOf(device.queues().reserve(device.devices->defaultStream(0))));
 }
 
 // A program stream may wait only where none of ours would be held up, and owns the queue from then on.
@@ -200,7 +200,9 @@ TEST(StreamQueues, AStreamOfTheProgramTakesItsQueue) {
   std::vector<DeviceStream> programs;
   for (int i = 0; i < 4; ++i) {
     programs.push_back(valueOf(device.devices->createStream(0)));
-    granted += valueOf(queues.mayWait(programs.back()));
+    const bool isGranted = valueOf(queues.reserve(programs.back()));
+    EXPECT_EQ(valueOf(queues.reserve(programs.back())), isGranted);
+    granted += isGranted;
   }
   EXPECT_EQ(granted, 2u);  // not the queue of prompt work, and not the shared one
   EXPECT_EQ(queues.take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);

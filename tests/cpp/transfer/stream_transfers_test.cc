@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/fake/fake_devices.h"
+#include "device/stream_queues.h"
 #include "engine_side.h"
 #include "transfer/transfer_engine.h"
 
@@ -40,6 +41,14 @@ class StreamTransfersTest : public ::testing::Test {
     fake_.destroyStream(stream_);
     fake_.free(mine_);
   }
+  // Returns a stream that does not share its hardware queue with the engine's copies.
+  DeviceStream besideCopies() {
+    for (;;) {
+      const DeviceStream made = *fake_.createStream(1);
+      if (*(*fake_.streamQueues(1))->reserve(made)) return made;
+      fake_.destroyStream(made);
+    }
+  }
   // Holds the stream until open().
   struct Gate {
     std::promise<void> opened;
@@ -64,7 +73,7 @@ class StreamTransfersTest : public ::testing::Test {
   Status transfer(Opcode opcode) { return transfer(opcode, uint64_t(theirs_.data())); }
 
   FakeDevices& fake_ = fakeDevices();
-  const DeviceStream stream_ = *fake_.createStream(1);
+  const DeviceStream stream_ = besideCopies();
   const std::span<std::byte> mine_ = *fake_.allocate(1, kBytes);
   Bytes theirs_ = Bytes(kBytes);
   const std::shared_ptr<TransferEngine> here_ = makeEngine(), there_ = makeEngine();

@@ -65,6 +65,7 @@ class PatientDevice final : public Accelerator {
   bool hasStreamWords(int) const override { return false; }
   Status writeWord(DeviceStream, StreamWord*, uint32_t) override { return none(); }
   Status awaitWord(DeviceStream, StreamWord*, uint32_t) override { return none(); }
+  CaptureMode exchangeCaptureMode(CaptureMode) override { return CaptureMode::kGlobal; }
   Result<bool> isCapturing(DeviceStream) override { return none(); }
   Status prepareKernels(int) override { return none(); }
   Result<KernelRoom> roomFor(const KernelLaunch&, int) override { return none(); }

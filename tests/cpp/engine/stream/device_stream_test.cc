@@ -271,7 +271,7 @@ TEST_F(DeviceStreamTest, AFailedCallEndsItsTransferAndNoOther) {
 TEST_F(DeviceStreamTest, WithoutPinnedMemoryATransferFails) {
   for (const Ends& ends : {Ends{0, -1}, Ends{-1, 0}}) {
     for (const bool isWrite : {true, false}) {
-      for (const char* call : {"allocatePinned", "createStream", "createEvent"}) {
+      for (const char* call : {"allocatePinned", "createEvent"}) {
         close(*std::exchange(pair_, connect()));
         Memory here(*devices_, ends.here, 1000), there(*devices_, ends.there, 1000);
         const MemoryRegion region = there.region(b_.regions());
@@ -281,6 +281,15 @@ TEST_F(DeviceStreamTest, WithoutPinnedMemoryATransferFails) {
       }
     }
   }
+}
+
+// Later engines of the process share the stream.
+TEST_F(DeviceStreamTest, WithoutAStreamATransferFails) {
+  Memory here(*devices_, 0, 1000), there(*devices_, -1, 1000);
+  const MemoryRegion region = there.region(b_.regions());
+  ASSERT_TRUE(devices_->inject({.call = "createStream"}).ok());
+  EXPECT_EQ(transfer(here, region.remote(), true), ErrorCode::kSystem);
+  EXPECT_EQ(transfer(here, region.remote(), true), ErrorCode::kOk);
 }
 
 TEST_F(DeviceStreamTest, ALostContextEndsTransfersOfDevicesOnly) {
