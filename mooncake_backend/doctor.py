@@ -223,8 +223,8 @@ def _accelerators() -> Iterator[Finding]:
 
 def _connections() -> Finding:
     """The hardware queues that CUDA gives the streams of a process."""
-    name, wanted = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-    setting = os.environ.get(name, "")
+    setting, wanted = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), "32"
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
     if setting == wanted:
         return Finding(OK, "queues of streams", f"{name}={setting}")
     return Finding(

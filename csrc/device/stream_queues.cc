@@ -117,7 +117,11 @@ Result<DeviceStream> StreamQueues::take(StreamRole role) {
   if (!isShared_ || role == StreamRole::kRecords) return takeLoose();
   if (role == StreamRole::kWaits) return takeAlone();
   if (!hasWaits()) return takeLoose();
-  if (role == StreamRole::kPrompt) return queues_[kOfPrompt].first;
+  if (role == StreamRole::kPrompt) {
+    auto own = takeUnused([](size_t i) { return i == kOfPrompt; });
+    if (own.ok() || own.error().code != ErrorCode::kExhausted) return own;
+    return queues_[kOfPrompt].first;
+  }
   const auto alone = takeAlone();
   if (alone.ok() || alone.error().code != ErrorCode::kExhausted) return alone;
   auto shared = takeUnused([](size_t i) { return i == kShared; });

@@ -18,7 +18,7 @@ namespace mooncake {
 // What a stream waits for, and so which hardware queue it may be in.
 enum class StreamRole {
   kRecords,  // nothing, because its work is only recorded into graphs
-  kPrompt,   // nothing, because its work is enqueued when that can run at once. All owners share it
+  kPrompt,   // nothing, because its work is enqueued when that can run at once
   kFollows,  // events of the program's streams, or kernels that wait for other ranks
   kWaits,    // words of the host
 };

@@ -42,7 +42,7 @@ OwnStream collectivesOn(const c10::Device& device, const StreamSettings& setting
     hasWords = false;
     log(LogLevel::kWarning, device.str(), "wait() will wait on the host: ", taken.error().message);
   }
-  return OwnStream(device, settings.peerBytes ? StreamRole::kFollows : StreamRole::kPrompt);
+  return OwnStream(device, StreamRole::kFollows);
 }
 
 // In the queue of the collectives: it waits for these only.

@@ -17,6 +17,7 @@ void HostStaging::mark() {
 Status HostStaging::fetch(Group& group) {
   const DeviceScope on(stream().device());
   MOONCAKE_TRY(awaitReached(group));
+  isReached_ = true;
   copyIn(stream());
   failpoint("stage-copies-in");
   if (comesInPieces()) return awaitInput(group, 1);
@@ -29,6 +30,7 @@ void HostStaging::giveBack() {
   std::lock_guard lock(mutex_);
   if (isEnded_) return;
   const DeviceScope on(stream().device());
+  if (!isReached_) reached().block(stream());  // without fetch(), for outputs alone
   copyResults();
   done_->record(stream());
   isGiven_ = isEnded_ = true;  // not if torch has thrown: a later call copies again

@@ -13,7 +13,7 @@ namespace mooncake {
 
 // Enqueues the copies as the operation begins and ends, so that only the host must be waited for.
 // An operation reads the outputs of the one before it, because its copies are enqueued later. No copy
-// is enqueued before it can run at once: see StreamRole::kPrompt.
+// is enqueued before it can run at once, so it holds up no other stream.
 class HostStaging : public Staging {
  public:
   HostStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& stream,
@@ -39,8 +39,9 @@ class HostStaging : public Staging {
   bool isDone() const;
 
  private:
-  mutable std::mutex mutex_;  // guards everything below
-  bool isEnded_ = false;      // given back or abandoned
+  std::atomic<bool> isReached_ = false;  // the caller's stream has come to the operation
+  mutable std::mutex mutex_;             // guards everything below
+  bool isEnded_ = false;                 // given back or abandoned
   bool isGiven_ = false;
   std::optional<c10::Event> done_;  // none in the destructor
 };
