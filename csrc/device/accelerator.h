@@ -41,15 +41,12 @@ class Accelerator {
 
   virtual Result<DeviceStream> createStream(int device,
                                             StreamPriority priority = StreamPriority::kNormal) = 0;
-  // Returns the streams of a device, which this object keeps, by the queues that they share. The first
-  // call takes some milliseconds.
+  // The streams of a device by their queues. The first call takes some milliseconds.
   Result<StreamQueues*> streamQueues(int device);
-  // Returns a stream that no stream of this library holds up: StreamRole::kPrompt.
+  // A stream of StreamRole::kPrompt. It is given back when its work is over.
   Result<DeviceStream> takePromptStream(int device);
-  // Takes it back; its work still runs.
   void giveBackStream(DeviceStream stream);
-  // The stream's work still runs.
-  virtual void destroyStream(DeviceStream stream) = 0;
+  virtual void destroyStream(DeviceStream stream) = 0;  // its work still runs
   // Waits on the host until the stream's work so far is over.
   virtual Status synchronize(DeviceStream stream) = 0;
   virtual Result<std::unique_ptr<DeviceEvent>> createEvent(int device) = 0;
