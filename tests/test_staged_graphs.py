@@ -3,10 +3,13 @@ that do not depend on the way of the data."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import threading
 import time
 from datetime import timedelta
 
+import devices
 import harness
 import pytest
 import test_graphs as common
@@ -530,6 +533,115 @@ def aborted_on_rank(me):
 
 def test_an_aborted_group_leaves_no_stream_waiting():
     staged(2, aborted_on_rank)
+
+
+# ---- calls outside of a capture that goes on
+
+
+@devices.on_fake_only
+def beside_a_capture_on_rank(me):
+    """Threads of the group look at events while the program captures in torch's default mode, in
+    which a look of torch's would spoil the capture. The calls were made before, and by a thread."""
+    from fake_device import control
+
+    other = dist.new_group()
+    there, tag = 1 - me.rank, 7
+    sums, sent, received, more = (torch.full((5,), float(me.rank)) for _ in range(4))
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=other)
+    torch.accelerator.synchronize()
+    calls = torch.Stream()
+    with control.held(calls) as gate:
+        with calls:
+            works = [
+                dist.all_reduce(sums, async_op=True),
+                dist.isend(sent, there, tag=tag),
+                dist.irecv(received, there, tag=tag),
+            ]
+        recorded = torch.ones(3)
+        thread_stream = torch.Stream()
+
+        def call():
+            with thread_stream:
+                works.append(dist.all_reduce(more, group=other, async_op=True))
+
+        with control.recorded(torch.Stream()) as graph:
+            caller = threading.Thread(target=call)
+            caller.start()
+            caller.join()
+            gate.open()
+            harness.until(lambda: all(work.is_completed() for work in works), "the calls' ends")
+            recorded.add_(1)
+    graph.replay()
+    torch.accelerator.synchronize()
+    assert recorded.tolist() == [2.0] * 3
+    assert sums.tolist() == more.tolist() == [1.0] * 5
+    assert received.tolist() == [float(there)] * 5
+
+
+def test_calls_beside_a_capture():
+    staged(2, beside_a_capture_on_rank)
+
+
+def test_calls_beside_a_capture_without_words():
+    staged(2, beside_a_capture_on_rank, env={"MOONCAKE_STREAM_WORDS": "0"})
+
+
+# ---- torch before 2.10 does not tell the handles of streams
+
+
+@devices.on_fake_only
+def without_handles(me, function, *args):
+    from fake_device import control
+
+    control.hide_handles()
+    function(me, *args)
+
+
+@pytest.mark.parametrize("env", [STAGED, {}], ids=["staged", "kernels"])
+def test_captures_are_seen_without_handles(env):
+    run(2, without_handles, common.replays_on_rank, env=env)
+    run(3, without_handles, common.streams_on_rank, env=env)
+
+
+def captures_at_a_time_on_rank(me):
+    """Two threads capture, and both make calls that no graph takes."""
+    from fake_device import control
+
+    tensors = [torch.full((4,), float(number)) for number in range(2)]
+    dist.all_reduce(torch.ones(1))
+    torch.accelerator.synchronize()
+    together = threading.Barrier(2)
+
+    def capture(tensor, stream):
+        with control.recorded(stream) as graph:
+            for _ in range(3):
+                together.wait()
+                kind, text = raised(lambda: dist.send(tensor, 1 - me.rank))
+                assert (kind, "no graph takes this" in text) == ("NotImplementedError", True), text
+                tensor.add_(1)
+            together.wait()
+        return graph
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        recorded = list(threads.map(capture, tensors, [torch.Stream(), torch.Stream()]))
+    for round in range(1, 3):
+        for number, graph in enumerate(recorded):
+            graph.replay()
+            torch.accelerator.synchronize()
+            assert tensors[number].tolist() == [number + 3.0 * round] * 4
+            sums = torch.full((4,), float(round))
+            dist.all_reduce(sums)
+            assert sums.tolist() == [2.0 * round] * 4
+
+
+def test_captures_at_a_time_without_handles():
+    staged(2, without_handles, captures_at_a_time_on_rank)
+
+
+@pytest.mark.parametrize("reason", ["no graph takes this operation", "a barrier waits on the host"])
+def test_refused_without_handles(reason):
+    staged(2, without_handles, refused_on_rank, reason)
 
 
 # ---- refusals

@@ -23,6 +23,8 @@ kernels_run = extension.kernels_run
 blocks_run = extension.blocks_run
 # slow_copies(bytes_per_second): copies from and to the host take so much longer, without a core.
 slow_copies = extension.slow_copies
+# hide_handles(): torch tells no handles of streams any more, as before 2.10.
+hide_handles = extension.hide_handles
 # limit_memory(bytes): allocations beyond it fail.
 limit_memory = extension.limit_memory
 

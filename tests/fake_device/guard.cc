@@ -89,6 +89,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   // These lack `override`, because older torches do not declare them.
   void* getStreamNativeHandle(const c10::Stream stream) const {
+    TORCH_CHECK(tellsHandles(), "fake device: a test hides the handles of streams");
     return nativeStream(stream).handle;
   }
   bool isStreamCapturing(const c10::Stream& stream) const {

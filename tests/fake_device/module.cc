@@ -126,6 +126,7 @@ PYBIND11_MODULE(_fake_device, m) {
   m.def("lose_context", [] { devices().loseContext(); });
   m.def("slow_copies", &slowCopies);
   m.def("set_deferred", &setDeferred);
+  m.def("hide_handles", &hideHandles);
   m.def("limit_memory", [](size_t bytes) { devices().limitMemory(bytes); });
 }
 

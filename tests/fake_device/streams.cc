@@ -1,6 +1,7 @@
 #include "streams.h"
 
 #include <array>
+#include <atomic>
 #include <mutex>
 
 #include <c10/util/Exception.h>
@@ -27,6 +28,7 @@ Pools& pools() {
   return *all;
 }
 
+std::atomic<bool> areHidden{false};
 thread_local c10::DeviceIndex deviceOfThread = 0;
 thread_local std::array<c10::StreamId, kDevices> streamsOfThread{};
 
@@ -76,6 +78,10 @@ c10::Stream poolStream(c10::DeviceIndex device, bool highPriority) {
 mooncake::DeviceStream nativeStream(const c10::Stream& stream) {
   return {stream.device_index(), reinterpret_cast<void*>(stream.id())};
 }
+
+bool tellsHandles() { return !areHidden; }
+
+void hideHandles() { areHidden = true; }
 
 void enqueue(const c10::Stream& stream, std::function<void()> work) {
   check(devices().enqueue(nativeStream(stream), [work = std::move(work)]() noexcept { work(); }));

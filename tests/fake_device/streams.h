@@ -22,6 +22,9 @@ c10::Stream defaultStream(c10::DeviceIndex device);
 c10::Stream poolStream(c10::DeviceIndex device, bool highPriority);
 
 mooncake::DeviceStream nativeStream(const c10::Stream& stream);
+// Whether torch may know the devices' names of streams. hideHandles() is for good.
+bool tellsHandles();
+void hideHandles();
 
 // Enqueues work, which owns no tensor of the program: the last reference to one may need Python's
 // lock, and a thread that waits for the stream may hold it. An exception in it ends the process.

@@ -3,20 +3,27 @@
 #include <string>
 
 #include <c10/core/DeviceType.h>
+#include <c10/util/Exception.h>
 
 #include "backend/arguments.h"
+#include "backend/device/capture_probe.h"
 #include "backend/errors.h"
 #include "device/accelerators.h"
 
 namespace mooncake {
 namespace {
 
-// torch tells the vendor's handle of a stream since 2.10 or so.
+// torch tells the vendor's handle of a stream since 2.10 or so, where the device's part of torch
+// does.
 template <typename Stream>
 bool readHandle(const Stream& stream, void*& handle) {
   if constexpr (requires { stream.native_handle(); }) {
-    handle = stream.native_handle();
-    return true;
+    try {
+      handle = stream.native_handle();
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
   }
   return false;
 }
@@ -42,7 +49,8 @@ bool isCapturing(const c10::Stream& stream) {
   const auto accelerator = acceleratorOf(stream.device_type());
   if (!accelerator.ok()) return false;
   const auto native = nativeStream(stream);
-  return native.ok() && orThrow((*accelerator)->isCapturing(*native));
+  if (native.ok()) return orThrow((*accelerator)->isCapturing(*native));
+  return CaptureProbe::of(stream.device()).isCapturing(stream);
 }
 
 void refuseCapture(const c10::Stream& stream, const char* why) {

@@ -13,7 +13,8 @@ namespace mooncake {
 Result<Accelerator*> acceleratorOf(c10::DeviceType type);
 // Returns the stream as its accelerator knows it. kUnsupported: this torch does not tell handles.
 Result<DeviceStream> nativeStream(const c10::Stream& stream);
-// Whether the stream's calls are being recorded into a graph. Throws the accelerator's errors.
+// Whether the calls of a stream of the program are being recorded into a graph. Throws the
+// accelerator's errors. OwnStream::isCapturing() is for streams of this library.
 bool isCapturing(const c10::Stream& stream);
 // Throws if the stream's calls are being recorded into a graph. `why` follows "and" in the error.
 void refuseCapture(const c10::Stream& stream, const char* why);

@@ -219,7 +219,8 @@ const c10::Stream& EpKernels::recordings() {
 std::optional<PeerQueue::Recording> EpKernels::record(const c10::Stream& stream) const {
   if (!recordings_ || stream != recordings_->stream()) return std::nullopt;
   return std::optional<PeerQueue::Recording>(std::in_place, experts_->queue(),
-                                             OwnStream::nativeOf(stream), !isCapturing(stream));
+                                             OwnStream::nativeOf(stream),
+                                             !OwnStream::isCapturing(stream));
 }
 
 std::shared_ptr<EpWork> EpKernels::submit(Call call, const PeerExperts::Limits& limits,
@@ -270,7 +271,7 @@ std::shared_ptr<EpWork> EpKernels::submit(Call call, const PeerExperts::Limits& 
 void EpKernels::receive(uint64_t sent) {
   if (experts_->sent() != sent || pending_.tensors.empty()) return;
   const c10::Stream callers = currentOn(stream().device());
-  if (pending_.isRecorded && !isCapturing(recordings())) {
+  if (pending_.isRecorded && !OwnStream::isCapturing(recordings())) {
     log(LogLevel::kWarning, settings_.name,
         "a graph was recorded without the hook of its last call: replaying it ends the buffer");
     pending_ = {};

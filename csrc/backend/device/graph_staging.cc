@@ -26,7 +26,7 @@ at::Tensor GraphStaging::emptyOnHost(const at::Tensor& tensor) {
 
 void GraphStaging::mark() {
   const DeviceScope on(stream().device());
-  const bool isNewGraph = !isCapturing(stream());
+  const bool isNewGraph = !OwnStream::isCapturing(stream());
   c10::Event reached(stream().device_type());
   reached.record(callersStream());
   reached.block(stream());

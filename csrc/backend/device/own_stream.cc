@@ -66,4 +66,9 @@ DeviceStream OwnStream::nativeOf(const c10::Stream& stream) {
   return {.device = stream.device_index(), .handle = reinterpret_cast<void*>(stream.id())};
 }
 
+bool OwnStream::isCapturing(const c10::Stream& stream) {
+  const auto accelerator = acceleratorOf(stream.device_type());
+  return accelerator.ok() && orThrow((*accelerator)->isCapturing(nativeOf(stream)));
+}
+
 }  // namespace mooncake

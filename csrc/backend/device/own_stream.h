@@ -28,9 +28,13 @@ class OwnStream {
   StreamQueues* queues() const { return queues_; }
   Accelerator* accelerator() const { return accelerator_; }
   DeviceStream native() const { return nativeOf(stream_); }
+  // Whether work on the stream is recorded into a graph. Throws the accelerator's errors.
+  bool isCapturing() const { return isCapturing(stream_); }
 
   // Returns the accelerator's name of a stream that an owner with an accelerator has.
   static DeviceStream nativeOf(const c10::Stream& stream);
+  // The same of such a stream. False without an accelerator.
+  static bool isCapturing(const c10::Stream& stream);
   // Returns torch's name of a stream that torch did not make.
   static c10::Stream named(const c10::Device& device, const DeviceStream& stream);
 

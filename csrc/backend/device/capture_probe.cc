@@ -1,0 +1,42 @@
+#include "backend/device/capture_probe.h"
+
+#include <map>
+#include <utility>
+
+#include <c10/core/Event.h>
+
+#include "backend/arguments.h"
+#include "backend/device/device_scope.h"
+
+namespace mooncake {
+
+CaptureProbe& CaptureProbe::of(const c10::Device& device) {
+  static std::mutex mutex;
+  static auto* const probes = new std::map<std::pair<c10::DeviceType, int>, CaptureProbe>;
+  std::lock_guard lock(mutex);
+  return (*probes)[{device.type(), device.index()}];
+}
+
+const OwnStream& CaptureProbe::freeStream(const c10::Device& device) {
+  for (const auto& stream : streams_)
+    if (!stream->isCapturing()) return *stream;
+  // The stream waits for work of the program.
+  return *streams_.emplace_back(std::make_unique<OwnStream>(device, StreamRole::kFollows));
+}
+
+bool CaptureProbe::isCapturing(const c10::Stream& stream) {
+  const DeviceScope on(stream.device());
+  std::lock_guard lock(mutex_);
+  const OwnStream& ours = freeStream(stream.device());
+  c10::Event reached(stream.device_type());
+  reached.record(stream);
+  reached.block(ours.stream());
+  if (!ours.isCapturing()) return false;
+  // A capture cannot end before the streams that have joined it come back.
+  c10::Event back(stream.device_type());
+  back.record(ours.stream());
+  back.block(stream);
+  return true;
+}
+
+}  // namespace mooncake
