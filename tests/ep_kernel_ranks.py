@@ -26,6 +26,7 @@ def crew(size=SIZE, **options):
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
+    devices.skip_without_queues(env, least=2)
     return harness.Crew(size, env=env, **{**namespaces, **options})
 
 

@@ -28,6 +28,7 @@ def crew(size, **options):
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
+    devices.skip_without_queues(env)
     return harness.Crew(size, env=env, **{**namespaces, **options})
 
 

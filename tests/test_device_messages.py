@@ -38,7 +38,8 @@ def crew(form="words", size=SIZE, **options):
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
-    devices.skip_without_words(form, env)
+    if form == "words":
+        devices.skip_without_queues(env)
     return harness.Crew(size, env=env, **options)
 
 

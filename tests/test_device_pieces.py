@@ -30,7 +30,8 @@ def crew(form, **options):
         devices.VARIABLE: DEVICE,
         **options.pop("env", {}),
     }
-    devices.skip_without_words(form, env)
+    if form == "words":
+        devices.skip_without_queues(env)
     return harness.Crew(SIZE, env=env, **options)
 
 

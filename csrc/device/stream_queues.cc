@@ -1,6 +1,8 @@
 #include "device/stream_queues.h"
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "device/device_env.h"
 
@@ -11,6 +13,8 @@ namespace {
 constexpr size_t kRepeats = 4;
 // After this many streams that do not move, the device is taken for one without more queues.
 constexpr size_t kMostSilent = 8;
+constexpr const char* kRemedy =
+    "Set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses the device";
 
 }  // namespace
 
@@ -44,6 +48,12 @@ Status StreamQueues::findQueues() {
   count_ = queues_.size();
   isShared_ = repeats != 0 || beyond == 0;
   return {};
+}
+
+Status StreamQueues::checkPrompt() const {
+  if (!isShared_ || count_ > kShared) return {};
+  return {ErrorCode::kUnsupported,
+          "all streams of device " + std::to_string(device_) + " share one hardware queue. " + kRemedy};
 }
 
 std::vector<DeviceStream> StreamQueues::firstOfAll() const {
@@ -104,8 +114,7 @@ Result<DeviceStream> StreamQueues::takeAlone() {
     return {ErrorCode::kExhausted,
             "the streams of device " + std::to_string(device_) + " share " +
                 std::to_string(queues_.size()) +
-                " hardware queues, and none is left for one that waits. Set "
-                "CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses the device"};
+                " hardware queues, and none is left for one that waits. " + kRemedy};
   }
   auto stream = takeUnused(isFree);
   if (stream.ok()) queues_[taken_[stream->handle]].owner = stream->handle;
@@ -116,7 +125,7 @@ Result<DeviceStream> StreamQueues::take(StreamRole role) {
   std::lock_guard lock(mutex_);
   if (!isShared_ || role == StreamRole::kRecords) return takeLoose();
   if (role == StreamRole::kWaits) return takeAlone();
-  if (!hasWaits()) return takeLoose();
+  if (!checkPrompt().ok()) return takeLoose();
   if (role == StreamRole::kPrompt) {
     auto own = takeUnused([](size_t i) { return i == kOfPrompt; });
     if (own.ok() || own.error().code != ErrorCode::kExhausted) return own;
@@ -153,12 +162,23 @@ void StreamQueues::giveBack(DeviceStream stream) {
 Result<bool> StreamQueues::reserve(DeviceStream programs) {
   std::lock_guard lock(mutex_);
   if (!isShared_) return true;
-  if (!hasWaits()) return false;
-  const auto queue = probe_->heldUpBy(programs, firstOfAll());
-  if (!queue.ok()) return queue.error();
-  if (!*queue) return true;
-  if (**queue < kFirstOwned) return false;
-  std::optional<void*>& owner = queues_[**queue].owner;
+  if (!checkPrompt().ok()) return false;
+  const auto found = probe_->heldUpBy(programs, firstOfAll());
+  if (!found.ok()) return found.error();
+  if (!*found) return hasWaits();
+  size_t queue = **found;
+  // As long as no stream of ours is in them, the first queues are exchanged for later ones.
+  const auto isUsed = [&](size_t i) {
+    return queues_[i].owner || std::ranges::any_of(taken_, [i](auto& one) { return one.second == i; });
+  };
+  for (size_t later = count_ - 1; queue < kFirstOwned && later > queue && !isUsed(queue); --later) {
+    if (isUsed(later)) continue;
+    std::swap(queues_[queue], queues_[later]);
+    queue = later;
+    break;
+  }
+  if (queue < kFirstOwned) return false;
+  std::optional<void*>& owner = queues_[queue].owner;
   if (!owner) owner = programs.handle;
   return owner == programs.handle;
 }

@@ -32,7 +32,8 @@ enum class StreamRole {
 //   - Every other queue has at most one owner: a stream of this library that waits, or a stream of the
 //     program that waits for words.
 //   - If no queue is left, streams that follow share the second queue, and no more streams wait for
-//     words.
+//     words. With two queues, that is so from the beginning.
+//   - With one queue, prompt work may come behind a stream that waits.
 //
 // Other streams of the program are in any queue. Streams are never destroyed: torch's allocators
 // remember those that have used their memory. Thread-safe.
@@ -48,9 +49,10 @@ class StreamQueues {
   size_t count() const { return count_; }
   // Whether there are queues enough for streams that wait for words.
   bool hasWaits() const { return count_ > kFirstOwned; }
+  // Whether no stream of this library holds up prompt work. kUnsupported: there is only one queue.
+  Status checkPrompt() const;
 
   // Returns a stream for one owner. kExhausted for kWaits: no queue is left, or there are too few.
-  // Without hasWaits(), the other roles get any stream, because none waits for words.
   Result<DeviceStream> take(StreamRole role);
   // Returns one more stream of the queue of a taken stream.
   Result<DeviceStream> takeBeside(DeviceStream taken);

@@ -10,6 +10,7 @@
 #include "collectives/collectives.h"
 #include "collectives/peer/allocation_exchange.h"
 #include "device/kernel_launch.h"
+#include "device/stream_queues.h"
 #include "kernels/kernel_id.h"
 
 namespace mooncake {
@@ -61,6 +62,11 @@ Status PeerQueue::start(const Settings& settings) {
   const auto room = accelerator_.roomFor(largest, stream_.device);
   if (!room.ok()) return room.error();
   mostBlocks_ = uint32_t(std::clamp(room->multiprocessors, 1, int(settings.mostBlocks)));
+  if (settings.maySkip || spansHosts()) {
+    const auto queues = accelerator_.streamQueues(stream_.device);
+    if (!queues.ok()) return queues.error();
+    MOONCAKE_TRY((*queues)->checkPrompt());  // for acknowledge(), and for copies of the proxy
+  }
   if (settings.maySkip) {
     const auto beside = accelerator_.takePromptStream(stream_.device);
     if (!beside.ok()) return beside.error();

@@ -180,7 +180,19 @@ TEST(StreamQueues, TooFewQueuesHaveNoWaits) {
     EXPECT_FALSE(valueOf(device.queues().reserve(device.devices->defaultStream(0))));
     EXPECT_OK(device.queues().take(StreamRole::kPrompt).status());
     EXPECT_OK(device.queues().take(StreamRole::kFollows).status());
+    EXPECT_EQ(device.queues().checkPrompt().ok(), count == 2);
   }
+}
+
+// With two queues, all that waits is in the second one.
+TEST(StreamQueues, PromptWorkHasOneOfTwoQueues) {
+  Device device(2);
+  StreamQueues& queues = device.queues();
+  for (int round = 0; round < 3; ++round) {
+    device.hold(valueOf(queues.take(StreamRole::kFollows)));
+    EXPECT_TRUE(device.moves(valueOf(queues.take(StreamRole::kPrompt)), seconds(10)));
+  }
+  device.release();
 }
 
 TEST(StreamQueues, WithoutSharingEachStreamWaits) {
@@ -207,6 +219,22 @@ TEST(StreamQueues, AStreamOfTheProgramTakesItsQueue) {
   EXPECT_EQ(granted, 2u);  // not the queue of prompt work, and not the shared one
   EXPECT_EQ(queues.take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
   for (const DeviceStream& stream : programs) EXPECT_TRUE(device.moves(stream, seconds(10)));
+}
+
+// Whichever queue the program works in first: prompt work goes on while that waits.
+TEST(StreamQueues, TheFirstStreamOfTheProgramIsBesidePromptWork) {
+  for (const size_t count : {2, 3, 8}) {
+    for (size_t before = 0; before < count; ++before) {
+      Device device(count);
+      DeviceStream program = device.devices->defaultStream(0);
+      for (size_t i = 0; i < before; ++i) program = valueOf(device.devices->createStream(0));
+      EXPECT_EQ(valueOf(device.queues().reserve(program)), count > 2);
+      const DeviceStream prompt = valueOf(device.queues().take(StreamRole::kPrompt));
+      device.hold(program);
+      EXPECT_TRUE(device.moves(prompt, seconds(10)));
+      device.release();
+    }
+  }
 }
 
 // The program's first call may come behind long work.
