@@ -22,10 +22,7 @@ constexpr std::chrono::milliseconds kStopsItself(1);  // a kernel that waits sto
 
 template <typename Word>
 Word read(Word& word) {
-  return std::atomic_ref(word).load(std::memory_order_acquire);
-}
-void write(uint32_t& word, uint32_t value) {
-  std::atomic_ref(word).store(value, std::memory_order_release);
+  return HostAccess::loadAcquire(word);
 }
 
 uint64_t bitsOf(const std::vector<int>& ranks) {
@@ -80,6 +77,7 @@ PeerGuard::PeerGuard(Group& control, ViewFeed& view, kernels::HostWords& words, 
       banks_(banks),
       functions_(std::move(functions)),
       timeout_(timeout),
+      decisions_(words),
       active_(~uint64_t(0) >> (64 - control.size())),
       epochs_{{active_, control.lastView->epoch}} {}
 
@@ -254,11 +252,11 @@ void PeerGuard::awaitEvent(std::unique_lock<std::mutex>& lock) {
 // waits stops by itself, and the queue of launches may be full until then: so the kernel that stops
 // the others comes only after all calls or, on a stream of its own, when none has stopped so far.
 Status PeerGuard::stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline) {
-  write(words_.stop, ++generation_);
+  decisions_.stop();
   failpoint("peers-stop");
   const Deadline stopsItself = Deadline::after(kStopsItself);
   bool isEnqueued = false;
-  while (read(words_.stopped) != generation_) {
+  while (!decisions_.haveStopped()) {
     const bool isDue = functions_.isBeside ? stopsItself.passed() : ended() == lastCalled_;
     if (!isEnqueued && isDue) {
       isEnqueued = true;
@@ -317,31 +315,14 @@ void PeerGuard::settle(std::unique_lock<std::mutex>& lock, uint64_t late) {
   waiting_ = {};
   // All that are left have begun it.
   if (verdict.skips) settled_ = verdict.partial;
-  decide(verdict);
-}
-
-void PeerGuard::decide(const PeerVerdict& verdict) {
-  // A refusal may come while a kernel still reads the decision before.
-  const auto tell = [](uint64_t& word, uint64_t value) {
-    std::atomic_ref(word).store(value, std::memory_order_relaxed);
-  };
-  tell(words_.active, verdict.active);
-  tell(words_.serial, verdict.serial);
-  tell(words_.partial, verdict.partial);
-  tell(words_.among, verdict.among);
-  tell(words_.skipped, verdict.skipped);
-  std::atomic_ref(words_.decision).store(uint32_t(verdict.decision), std::memory_order_relaxed);
-  write(words_.decided, generation_);
+  decisions_.decide(verdict);
 }
 
 // Kernels that wait, and all later ones, end without a result.
 void PeerGuard::refuse(Error why) {
   if (failure_) return;
   failure_ = std::move(why);
-  // A stop that has no decision yet gets this one.
-  if (read(words_.decided) == generation_) ++generation_;
-  decide({.decision = Decision::kRefuse, .active = active_});
-  write(words_.stop, generation_);
+  decisions_.refuse();
   changed_.notify_all();
   control_.fail(*failure_);
 }

@@ -17,6 +17,7 @@
 #include "base/bytes.h"
 #include "base/deadline.h"
 #include "base/result.h"
+#include "collectives/peer/decision_words.h"
 #include "collectives/peer/peer_verdict.h"
 #include "group/group.h"
 #include "kernels/group_state.h"
@@ -124,7 +125,6 @@ class PeerGuard {
   void onCalled(ByteView message);
   void settle(std::unique_lock<std::mutex>& lock, uint64_t late);
   Status stopKernels(std::unique_lock<std::mutex>& lock, Deadline deadline);
-  void decide(const PeerVerdict& verdict);
   void refuse(Error why);
   Status failure() const;  // ok, or the error that has ended the group
   Status failureOfKernels() const;
@@ -138,6 +138,7 @@ class PeerGuard {
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;  // guards the fields below
   mutable std::condition_variable changed_;
+  DecisionWords<> decisions_;
   std::deque<Called> called_;  // those that may not have ended on the device
   Parked parked_;
   Waiting waiting_;
@@ -147,7 +148,6 @@ class PeerGuard {
   uint64_t skipped_ = 0;                 // as decided last; see kernels::HostWords
   uint64_t settled_ = 0;                 // an operation that has gone on without late ranks
   uint64_t rounds_ = 0;                  // agreements, the same on all ranks
-  uint32_t generation_ = 0;              // of decisions
   bool isArmed_ = false;
   bool isStopping_ = false;
   std::optional<Error> failure_;

@@ -88,8 +88,9 @@ struct Disturbed {
                       .hostOf = hostOf,
                       .seed = seed}) {}
 
-  void reduce(int rank, uint32_t hash) {
-    std::vector<int32_t>& tensor = tensors.emplace_back(64, rank);
+  // The tensor becomes the sum of the ranks' tensors, which hold inputOf().
+  const std::vector<int32_t>& reduce(int rank, uint32_t hash) {
+    std::vector<int32_t>& tensor = tensors.emplace_back(64, inputOf(group.called(rank) + 1, rank));
     auto* const bytes = reinterpret_cast<unsigned char*>(tensor.data());
     Exchange call{};
     call.call = hash;
@@ -101,7 +102,9 @@ struct Disturbed {
     group.call(rank, "reduce", call, [bytes](const Exchange& exchange) {
       reduceAll<int32_t>({exchange, 0, 256, bytes, Combine::kSum});
     });
+    return tensor;
   }
+  static int32_t inputOf(uint64_t call, int rank) { return int32_t(call) * 100 + rank; }
 
   World world;
   VirtualGroup group;

@@ -188,20 +188,46 @@ TEST(Collectives, ARefusalRightAfterADecision) {
     with.reduce(0, 1);
     HostWords& host = with.group.host(0);
     with.world.host(0, "refuse", [&host] {
-      storeReleaseSystem(&host.stop, 1);
-      while (loadAcquireSystem(&host.stopped) != 1) relax();
-      host.active = 7;
-      host.serial = host.taken;
-      host.decision = uint32_t(Decision::kGoOn);
-      storeReleaseSystem(&host.decided, 1);
-      storeRelaxedSystem(&host.decision, uint32_t(Decision::kRefuse));
-      storeReleaseSystem(&host.decided, 2);
-      storeReleaseSystem(&host.stop, 2);
+      EmulatedDecisions decisions(host);
+      decisions.stop();
+      while (!decisions.haveStopped()) relax();
+      decisions.decide({.active = 7, .serial = host.taken});
+      decisions.refuse();
     });
     const Report report = with.world.run();
     ASSERT_TRUE(report.ok) << report.problem;
     EXPECT_EQ(Failure(with.group.state(0).failed), Failure::kRefused);
   }
+}
+
+// A kernel may read the words of the decision while its host refuses. Each operation that it ends has
+// the data of that operation.
+TEST(Collectives, ARefusalLeavesTheDecisionAsItIs) {
+  unsigned wrong = 0, ended = 0;
+  const unsigned races = racesReported();
+  for (uint64_t seed = 1; seed <= kSeeds; ++seed) {
+    Disturbed with(Hosts::kDecideThenRefuse, seed);
+    const std::vector<int32_t>* tensors[3][5];
+    for (int round = 0; round < 5; ++round)
+      for (int rank = 0; rank < 3; ++rank) tensors[rank][round] = &with.reduce(rank, 1);
+    with.group.kill(1, 20 + seed % 20);
+    with.group.start();
+    const Report report = with.world.run();
+    ASSERT_TRUE(report.ok) << report.problem;
+    bool isWrong = false;
+    for (const int rank : {0, 2}) {
+      for (uint64_t call = 1; call <= with.group.state(rank).done; ++call, ++ended) {
+        int32_t sum = 0;
+        for (int peer = 0; peer < 3; ++peer)
+          if (has(with.group.told(rank, call), peer)) sum += Disturbed::inputOf(call, peer);
+        isWrong |= *tensors[rank][call - 1] != std::vector<int32_t>(64, sum);
+      }
+    }
+    wrong += isWrong;
+  }
+  EXPECT_EQ(wrong, 0u);
+  EXPECT_GT(ended, 0u);
+  EXPECT_EQ(racesReported(), races);
 }
 
 TEST(Collectives, AnotherCallIsNamed) {

@@ -278,7 +278,7 @@ void VirtualGroup::decideUntilOver(int rank) {
   Memory& own = *memory_[size_t(rank)];
   HostWords& host = own.host;
   uint64_t active = (uint64_t(1) << shape_.ranks) - 1;
-  uint32_t generation = 0;
+  EmulatedDecisions decisions(host);
   const auto hasLost = [&] {
     for (int peer = 0; peer < shape_.ranks; ++peer)
       if (has(active, peer) && isLost(peer)) return true;
@@ -290,46 +290,43 @@ void VirtualGroup::decideUntilOver(int rank) {
     own.late = lateOperation(rank);
     if (own.late) {
       const simt::sanitizers::Ignored ignored;
-      wanted_ = generation + 1;
+      wanted_ = decisions.generation() + 1;
     }
     const bool isWanted = [&] {
       const simt::sanitizers::Ignored ignored;
-      return wanted_ == generation + 1;
+      return wanted_ == decisions.generation() + 1;
     }();
     if (!hasLost() && !isWanted) {
       relax();
       continue;
     }
     simt::sanitizers::release(&own.late);
-    storeRelaxedSystem(&host.stop, ++generation);
-    while (loadAcquireSystem(&host.stopped) != generation) {
+    decisions.stop();
+    while (!decisions.haveStopped()) {
       if (!isBeside() && loadAcquireSystem(&own.isOver)) return;
       if (isEvicted(rank)) return;
       relax();
     }
     missing_[size_t(rank)] |= host.missing;
     const Agreement* agreement = nullptr;
-    while (!isEvicted(rank) && !(agreement = agree(generation))) relax();
+    while (!isEvicted(rank) && !(agreement = agree(decisions.generation()))) relax();
     if (isEvicted(rank)) return;
     for (const uint64_t since = now(); now() < since + own.decisionDelayNs;) relax();
     const PeerVerdict& verdict = agreement->verdicts[size_t(rank)];
     const uint64_t lost = ((uint64_t(1) << shape_.ranks) - 1) & ~agreement->active;
     while (!shape_.hostOf.empty() && !loadAcquireSystem(&own.isOver) && !own.proxy->end(lost))
       relax();
-    host.active = active = verdict.active;
-    host.serial = verdict.serial;
-    host.partial = verdict.partial;
-    host.among = verdict.among;
-    host.skipped = own.skipped = verdict.skipped;
+    active = verdict.active;
+    own.skipped = verdict.skipped;
     own.since = now();
     if (verdict.skips) own.settled = verdict.partial;
-    const Decision decision = shape_.hosts == Hosts::kRefuse ? Decision::kRefuse : verdict.decision;
+    const bool refuses = shape_.hosts == Hosts::kRefuse;
     {
       const simt::sanitizers::Ignored ignored;
-      ++decided_[size_t(decision)];
+      ++decided_[size_t(refuses ? Decision::kRefuse : verdict.decision)];
     }
-    host.decision = uint32_t(decision);
-    storeReleaseSystem(&host.decided, generation);
+    if (!refuses) decisions.decide(verdict);
+    if (shape_.hosts != Hosts::kDecide) return decisions.refuse();
   }
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/peer/decision_words.h"
 #include "collectives/peer/peer_verdict.h"
 #include "kernels/collectives.cuh"
 #include "tests/simt/world.h"
@@ -18,10 +19,22 @@ namespace mooncake::kernels {
 // A host that decides for a group of virtual ranks. When a rank is lost, or late where that may be
 // skipped, each survivor's host stops its kernels; the host that comes last decides for all.
 enum class Hosts : uint8_t {
-  kNone,    // kernels get no decision
-  kDecide,  // survivors go on
-  kRefuse,  // the loss ends the group
+  kNone,              // kernels get no decision
+  kDecide,            // survivors go on
+  kRefuse,            // the loss ends the group
+  kDecideThenRefuse,  // survivors go on, but the group ends right after the decision
 };
+
+// Accesses of a host's thread in the emulator, which lets other threads run before each.
+struct EmulatedAccess {
+  template <typename Word>
+  static Word loadAcquire(Word& word) {
+    return loadAcquireSystem(&word);
+  }
+  static void storeRelaxed(uint32_t& word, uint32_t value) { storeRelaxedSystem(&word, value); }
+  static void storeRelease(uint32_t& word, uint32_t value) { storeReleaseSystem(&word, value); }
+};
+using EmulatedDecisions = DecisionWords<EmulatedAccess>;
 
 struct GroupShape {
   int ranks = 2;
