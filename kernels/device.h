@@ -5,7 +5,7 @@
 
 // All that kernels may use beside C++: one source, which nvcc compiles for GPUs and a C++ compiler
 // for the CPU, where each CUDA thread is a fiber (tests/simt). Kernel files include only this and
-// kernels/common. There are no fences: acquire and release belong to an access.
+// kernels/common. Acquire and release belong to an access: the thread sanitizer knows no fences.
 //
 // Names end with the scope: Block, Device (the threads of one GPU) or System (all GPUs, and the
 // host). A word that ranks share needs System.
@@ -71,6 +71,11 @@ MC_DEVICE uint64_t now() {
 }
 // In each turn of a loop that waits.
 MC_DEVICE void relax() { __nanosleep(20); }
+// A fence between two accesses of a thread, for all GPUs and the host. If a thread writes A and then
+// B, and another one reads B and then A, both with this call between, the second one does not see the
+// new B and the old A. Also holds for accesses that barriers, acquires of any scope or ends of kernels
+// order before or after the call.
+MC_DEVICE void fenceSystem() { asm volatile("fence.sc.sys;" ::: "memory"); }
 MC_DEVICE unsigned lane() {
   unsigned number;
   asm("mov.u32 %0, %%laneid;" : "=r"(number));
@@ -155,6 +160,7 @@ constexpr int orderOf(const char* order) {
 
 inline uint64_t now() { return simt::now(); }
 inline void relax(simt::Where where = simt::Where::current()) { simt::relax(where); }
+inline void fenceSystem() { simt::fence(); }
 inline unsigned lane() { return simt::lane(); }
 template <typename Unit>
 inline Unit loadUnit(const Unit* from) {

@@ -34,8 +34,10 @@ MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
   if (exchange.isHeld) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
 }
 
-// Whether the other ranks have gone on without this one. Then its reads may be torn.
+// Whether the other ranks have gone on without this one. Then its reads may be torn. A rank that has
+// read data that another one has written since sees this word: change() has the other fence.
 MC_DEVICE bool isOut(const GroupState& state) {
+  fenceSystem();
   return loadAcquireSystem(&state.signals[state.rank]->isOut) != 0;
 }
 
@@ -46,7 +48,8 @@ MC_DEVICE void endOperation(const Exchange& exchange, uint64_t serial) {
   // A decision may have moved it on.
   if (state.serial < serial) state.serial = serial;
   storeRelaxedSystem(&state.host->done, ++state.done);
-  if (!exchange.isOfGraph) storeRelaxedSystem(&state.host->calls, ++state.calls);
+  // A host that sees the call's end also sees its misfit, and the changes of ranks before it.
+  if (!exchange.isOfGraph) storeReleaseSystem(&state.host->calls, ++state.calls);
 }
 
 MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
@@ -67,6 +70,9 @@ MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint
   const uint64_t out = state.active & ~active & ~state.remote.ranks;
   for (int rank = 0; rank < state.ranks; ++rank)
     if (has(out, rank)) storeReleaseSystem(&state.signals[rank]->isOut, 1);
+  // Then other threads, and later kernels, overwrite data that these ranks may still read. A release
+  // does not order the stores after it.
+  if (out) fenceSystem();
   state.active = active;
 }
 

@@ -17,6 +17,8 @@ enum class Access : uint8_t { kLoad, kStore, kUpdate };
 void beforeAtomic(const void* address, size_t bytes, Access access, Scope scope, Where where);
 // After an atomic store or update: threads that spin look again.
 void afterChange();
+// Orders memory for other processes. Within a World, threads see each other's accesses in their order.
+void fence();
 // Before a plain access of a unit of up to 16 bytes. Compilers may report none of these.
 void beforeUnit(const void* address, size_t bytes, Access access);
 // Before any plain access, in builds whose compiler reports these.

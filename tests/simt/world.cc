@@ -570,6 +570,7 @@ void afterChange() {
   const sanitizers::Ignored ignored;
   world->wakeSpinning();
 }
+void fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void beforeUnit(const void* address, size_t bytes, Access access) {
   if (!world || !world->isInside()) return;
   const sanitizers::Ignored ignored;
