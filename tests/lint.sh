@@ -39,6 +39,7 @@ format() {
 lint() {
   if $fix; then ruff check --fix "${python_files[@]}"; else ruff check "${python_files[@]}"; fi
   python tests/words.py
+  python tests/simt/mutants.py --texts
 }
 
 types() { mypy; }

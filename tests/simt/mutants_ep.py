@@ -34,8 +34,8 @@ MUTANTS = [
     (
         "a skipped rank waits for the others",
         EXCHANGE,
-        "bool isReady = !has(turn.active, state.rank);",
-        "bool isReady = false;",
+        "bool isReady = !takesPart || (hasData",
+        "bool isReady = (hasData",
     ),
     (
         "a skipped rank takes part",

@@ -45,7 +45,6 @@ for flavour in "${flavours[@]}"; do
       if setarch -R true 2>/dev/null; then run thread setarch -R; else run thread; fi ;;
     mutants)
       build plain none
-      build thread thread
       python3 tests/simt/mutants.py ;;
     *) sed -n '2,4s/^# //p' "$0"; exit 2 ;;
   esac
