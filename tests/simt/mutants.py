@@ -48,6 +48,7 @@ STATE = "group_state.h"
 NEXT = """    const Turn next = hasData ? after(turn) : turn;
     if (takesPart && published <= next.number && (!hasData || isAhead(exchange, next))) {"""
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
+OUT = "if (has(out, rank)) storeReleaseSystem(&state.signals[rank]->isOut, 1);"
 MUTANTS = [
     Mutant(
         "counts are not bounded",
@@ -162,6 +163,16 @@ MUTANTS = [
         "storeReleaseSystem(&state.host->calls",
         "storeRelaxedSystem(&state.host->calls",
         suite="splits",
+    ),
+    Mutant(
+        "a rank that is out has a result",
+        EXCHANGE,
+        "hasSucceeded && isOut(state)",
+        "false",
+    ),
+    *(
+        Mutant("ranks that are out are never told", GROUP, OUT, ";", suite=suite)
+        for suite in ("collectives", "ep", "tokens")
     ),
     Mutant("the decision changes no ranks", GROUP, "  state.active = active;\n", ""),
     Mutant(

@@ -50,6 +50,19 @@ TEST(Collectives, ALateRankAndAKilledOne) {
   });
 }
 
+// The others take a rank for dead that has stopped in the middle of an operation, and overwrite what it
+// still reads. It has the right results, or an error.
+TEST(Collectives, ARankThatIsOutHasNoTornResult) {
+  if (kFindsRaces) GTEST_SKIP() << "its reads race";
+  for (int ranks = 2; ranks <= 4; ++ranks) {
+    sweep(ranks, kSeeds, [&](World& world, VirtualGroup& group, Case& drawn) {
+      const int out = int(drawn.draw(unsigned(ranks)));
+      world.stop(out, 1 + drawn.draw(20 * unsigned(ranks)), 50'000'000);
+      group.evict(out, drawn.draw(10));
+    });
+  }
+}
+
 // Hosts stop the kernels from another stream than that of the replays, in the middle of one.
 TEST(Collectives, ReplaysGoOnWithoutKilledRanks) {
   Swept swept;

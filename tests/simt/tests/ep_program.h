@@ -16,7 +16,8 @@ class EpProgram {
  public:
   EpProgram(simt::World& world, VirtualGroup& group, const EpPlan& plan);
 
-  // Compares the results of living ranks with those of the contributors that the hosts agreed on.
+  // Compares the results of living ranks with those of the contributors that the hosts agreed on. Of
+  // evicted ones, those without an error.
   void check();
   // Tokens of living ranks that lack a contribution, and combines that lack a rank of the dispatch.
   unsigned missing() const { return missing_; }
@@ -65,7 +66,8 @@ class EpProgram {
     return {&mask.buffer, mask.ranks.empty() ? nullptr : mask.ranks.data()};
   }
   uint64_t dispatchNumber(const EpRound& round) const;
-  uint64_t ofDispatch(const EpRound& round) const;  // the ranks that take part in it
+  // The ranks that take part in the dispatch, for the rank's result.
+  uint64_t ofDispatch(const EpRound& round, int rank) const;
   unsigned char* answersOf(const EpRound& round, int rank);
   void checkDispatch(const EpRound& round, int rank, std::vector<int32_t>& added);
   void checkSkipped(const EpMask& before, const EpMask& after, int rank);

@@ -48,8 +48,9 @@ class TokenProgram {
   // Bytes by which a field's tensors miss their alignment.
   size_t shiftOf(size_t field) const { return plan_.shift * (field + 1); }
   uint64_t numberOf(const TokenRound& round) const { return group_.ended() + 1 + round.number; }
-  uint64_t ofDispatch(const TokenRound& round) const;  // the ranks that take part in the handle's
-  uint64_t ofRound(const TokenRound& round) const;
+  uint64_t ofDispatch(const TokenRound& round,
+                      int rank) const;  // the ranks that take part in the handle's
+  uint64_t ofRound(const TokenRound& round, int rank) const;
   void checkMask(const TokenRound& round, int rank);
   void checkRows(const TokenRound& round, int rank);
   void checkFacts(const TokenRound& round, int rank);

@@ -119,6 +119,19 @@ constexpr auto kKillOneAndStopOne = [](World& world, VirtualGroup& group, TokenP
 
 TEST(Tokens, ALateRankAndAKilledOne) { sweep(4, 2 * kSeeds, kKillOneAndStopOne); }
 
+// The others take a rank for dead that has stopped in the middle of an operation, and overwrite what it
+// still reads. It has the right results, or an error.
+TEST(Tokens, ARankThatIsOutHasNoTornResult) {
+  if (kFindsRaces) GTEST_SKIP() << "its reads race";
+  for (unsigned ranks = 2; ranks <= 4; ++ranks) {
+    sweep(int(ranks), 2 * kSeeds, [&](World& world, VirtualGroup& group, TokenPlan& plan) {
+      const int out = int(plan.draw(ranks));
+      world.stop(out, 1 + plan.draw(40 * ranks), kLateNs);
+      group.evict(out, plan.draw(10));
+    });
+  }
+}
+
 TEST(Tokens, Replays) { sweep(3, kSeeds, kNothing, nullptr, /*ofGraphs=*/true); }
 
 // Hosts stop the kernels from another stream than that of the replays.

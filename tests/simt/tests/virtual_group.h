@@ -92,6 +92,14 @@ class VirtualGroup {
   unsigned skipped() const;
   // The same, as kernels have told a rank's host.
   uint64_t told(int rank, uint64_t number) const;
+  // The ranks whose data a rank's result has: an evicted one takes part in no agreement.
+  uint64_t sources(int rank, uint64_t number) const {
+    return isEvicted(rank) ? told(rank, number) : contributors(number);
+  }
+  // Whether a living rank must have ended an operation: an evicted one may have an error.
+  bool mustHaveEnded(int rank, uint64_t number) const {
+    return !isEvicted(rank) || number <= state(rank).done;
+  }
   uint64_t ended() const { return shape_.ended; }
   VirtualProxy& proxy(int rank) { return *memory_[size_t(rank)]->proxy; }
   // Bytes that a rank has pushed to a remote rank.
