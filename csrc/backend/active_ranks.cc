@@ -96,7 +96,7 @@ void ActiveRanks::copyToDevice() {
 
 const OwnStream& ActiveRanks::stream() {
   if (!stream_) {
-    stream_.emplace(shown_.device(), StreamRole::kPrompt);
+    stream_.emplace(shown_.device(), StreamRole::kFollows);
     isFilled_->block(stream_->stream());
   }
   return *stream_;

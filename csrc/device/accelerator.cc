@@ -15,14 +15,4 @@ Result<StreamQueues*> Accelerator::streamQueues(int device) {
   return known.get();
 }
 
-Result<DeviceStream> Accelerator::takePromptStream(int device) {
-  const auto queues = streamQueues(device);
-  return queues.ok() ? (*queues)->take(StreamRole::kPrompt) : queues.error();
-}
-
-void Accelerator::giveBackStream(DeviceStream stream) {
-  const auto queues = streamQueues(stream.device);
-  if (queues.ok()) (*queues)->giveBack(stream);
-}
-
 }  // namespace mooncake

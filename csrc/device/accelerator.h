@@ -43,9 +43,6 @@ class Accelerator {
                                             StreamPriority priority = StreamPriority::kNormal) = 0;
   // The streams of a device by their queues. The first call takes some milliseconds.
   Result<StreamQueues*> streamQueues(int device);
-  // A stream of StreamRole::kPrompt. It is given back when its work is over.
-  Result<DeviceStream> takePromptStream(int device);
-  void giveBackStream(DeviceStream stream);
   virtual void destroyStream(DeviceStream stream) = 0;  // its work still runs
   // Waits on the host until the stream's work so far is over.
   virtual Status synchronize(DeviceStream stream) = 0;

@@ -15,8 +15,12 @@ using std::chrono::milliseconds;
 // costs a second question, not a wrong answer.
 constexpr microseconds kFirstPatience{250}, kMostPatience{256'000};
 constexpr milliseconds kAfterRelease{20};
+// The same where an answer is confirmed, which happens once for a stream.
+constexpr microseconds kConfirms{8'000};
 // How long a stream that nothing holds up may take. After that, work of the program is before it.
-constexpr milliseconds kMoves{50};
+constexpr milliseconds kMoves{100};
+// How long the first streams are preferred to later ones.
+constexpr microseconds kPrefers{20};
 
 }  // namespace
 
@@ -29,8 +33,8 @@ Result<std::unique_ptr<QueueProbe>> QueueProbe::make(Accelerator& accelerator) {
 QueueProbe::QueueProbe(Accelerator& accelerator, std::span<std::byte> memory)
     : accelerator_(accelerator), words_(*new (memory.data()) Words) {}
 
-bool QueueProbe::isAt(const StreamWord& word) const {
-  return int32_t(word.load(std::memory_order_acquire) - number_) >= 0;
+bool QueueProbe::isAt(const StreamWord& word, uint32_t number) {
+  return int32_t(word.load(std::memory_order_acquire) - number) >= 0;
 }
 
 bool QueueProbe::await(const std::function<bool()>& isReady, Deadline deadline) {
@@ -89,24 +93,51 @@ Result<std::optional<size_t>> QueueProbe::heldUpBy(DeviceStream waiting,
     if (heldUp->empty()) return std::optional<size_t>();
     // A stream that was slow is not held up the second time.
     const bool isClear = heldUp->size() == 1;
-    if (isClear && before == heldUp->front()) return before;
+    if (isClear && before == heldUp->front()) {
+      const auto isSure = confirms(streams[*before], waiting, std::max(patience, kConfirms));
+      if (!isSure.ok()) return isSure.error();
+      if (*isSure) return before;
+    }
     before = isClear ? std::optional(heldUp->front()) : std::nullopt;
   }
   return {ErrorCode::kTimeout,
           "device " + std::to_string(waiting.device) + " is too busy to tell its queues"};
 }
 
+// The other way around: a stream that was slow twice by itself is hardly held up by this wait, too.
+Result<bool> QueueProbe::confirms(DeviceStream waiting, DeviceStream heldUp,
+                                  Clock::duration patience) {
+  const auto late = ask(waiting, std::span(&heldUp, 1), patience);
+  if (!late.ok()) return late.error();
+  return !late->empty();
+}
+
+Result<const QueueProbe::Move*> QueueProbe::markMove(DeviceStream stream) {
+  const auto [found, isNew] =
+      moves_.try_emplace(stream.handle, Move{&words_.moves[moves_.size() % kMost], 0});
+  Move& move = found->second;
+  if (isNew || isAt(*move.word, move.number)) {
+    MOONCAKE_TRY(accelerator_.writeWord(stream, move.word, move.number + 1));
+    ++move.number;
+  }
+  return &move;
+}
+
 Result<size_t> QueueProbe::findMoving(std::span<const DeviceStream> streams, Deadline deadline) {
-  ++number_;
-  for (size_t i = 0; i < streams.size(); ++i)
-    MOONCAKE_TRY(accelerator_.writeWord(streams[i], &words_.marks[i], number_));
+  std::vector<const Move*> moves;
   std::optional<size_t> found;
   const auto look = [&] {
-    for (size_t i = 0; i < streams.size() && !found; ++i) {
-      if (isAt(words_.marks[i])) found = i;
+    for (size_t i = 0; i < moves.size() && !found; ++i) {
+      if (isAt(*moves[i]->word, moves[i]->number)) found = i;
     }
     return found.has_value();
   };
+  for (const DeviceStream& stream : streams) {
+    const auto move = markMove(stream);
+    if (!move.ok()) return move.error();
+    moves.push_back(*move);
+    if (await(look, Deadline::after(kPrefers))) return *found;
+  }
   if (await(look, deadline)) return *found;
   return {ErrorCode::kTimeout, "every queue of the device is held up by a stream that waits"};
 }

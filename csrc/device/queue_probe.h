@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -32,7 +33,8 @@ class QueueProbe {
   // itself does not move, or the device is too busy to tell. Takes some milliseconds.
   Result<std::optional<size_t>> heldUpBy(DeviceStream waiting,
                                          std::span<const DeviceStream> streams);
-  // Returns the index of an idle stream that runs work now. kTimeout: none does by the deadline.
+  // Returns the index of a stream that runs work now, and prefers the first ones. kTimeout: none does
+  // by the deadline. The streams are the same in each call, in any order.
   Result<size_t> findMoving(std::span<const DeviceStream> streams, Deadline deadline);
 
  private:
@@ -40,21 +42,32 @@ class QueueProbe {
     StreamWord gate{0};
     StreamWord own{0};
     StreamWord marks[kMost]{};
+    StreamWord moves[kMost]{};
+  };
+  // The last mark of findMoving() on a stream. As long as it has not come, no other one is written:
+  // a stream that is held up must not fill its queue.
+  struct Move {
+    StreamWord* word;
+    uint32_t number;
   };
 
   QueueProbe(Accelerator& accelerator, std::span<std::byte> memory);
 
   // Returns the streams that have moved only after the wait.
+  Result<bool> confirms(DeviceStream waiting, DeviceStream heldUp, Clock::duration patience);
   Result<std::vector<size_t>> ask(DeviceStream waiting, std::span<const DeviceStream> streams,
                                   Clock::duration patience);
   Status enqueueMarks(DeviceStream waiting, std::span<const DeviceStream> streams);
   std::vector<size_t> missing(size_t streams) const;
-  bool isAt(const StreamWord& word) const;
+  Result<const Move*> markMove(DeviceStream stream);
+  bool isAt(const StreamWord& word) const { return isAt(word, number_); }
+  static bool isAt(const StreamWord& word, uint32_t number);
   static bool await(const std::function<bool()>& isReady, Deadline deadline);
 
   Accelerator& accelerator_;
   Words& words_;         // never freed: a stream that is held up may write to it at any time
   uint32_t number_ = 0;  // of the question
+  std::map<void*, Move> moves_;  // by the handle of the stream
 };
 
 }  // namespace mooncake

@@ -1,18 +1,30 @@
 #include "device/stream_queues.h"
 
 #include <algorithm>
+#include <ranges>
+#include <span>
 #include <string>
-#include <utility>
+#include <thread>
 
+#include "base/log.h"
 #include "device/device_env.h"
 
 namespace mooncake {
 namespace {
 
-// After this many streams that bring no new queue, all queues are known.
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+// After this many streams in a row that bring no new queue, all queues are known.
 constexpr size_t kRepeats = 4;
 // After this many streams that do not move, the device is taken for one without more queues.
 constexpr size_t kMostSilent = 8;
+// For a stream of a certain queue. New streams come into the queues in turn, about.
+constexpr milliseconds kForStream{500};
+// For the stream of an owner that has just gone. It is idle, unless the program still waits for it.
+constexpr milliseconds kForLeaving{20};
+// How long prompt work looks for a stream that moves. Others may look in between.
+constexpr microseconds kForPrompt{1000}, kForLook{200};
 constexpr const char* kRemedy =
     "Set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses the device";
 
@@ -21,45 +33,82 @@ constexpr const char* kRemedy =
 Result<std::unique_ptr<StreamQueues>> StreamQueues::make(Accelerator& accelerator, int device) {
   const auto env = DeviceEnv::read();
   if (!env.ok()) return env.error();
-  const bool hasWords = accelerator.hasStreamWords(device);
-  std::unique_ptr<QueueProbe> probe;
-  if (hasWords) {
-    auto made = QueueProbe::make(accelerator);
-    if (!made.ok()) return made.error();
-    probe = std::move(*made);
+  std::unique_ptr<StreamQueues> made(new StreamQueues(accelerator, device, env->streamPriority));
+  std::lock_guard lock(made->mutex_);
+  if (accelerator.hasStreamWords(device)) {
+    for (auto* const probe : {&made->probe_, &made->mover_}) {
+      auto one = QueueProbe::make(accelerator);
+      if (!one.ok()) return one.error();
+      *probe = std::move(*one);
+    }
+    const Status found = made->findQueues();
+    if (!found.ok() && found.error().code != ErrorCode::kUnsupported) return found.error();
+    if (!found.ok()) {
+      log(LogLevel::kWarning, accelerator.name(), "no stream of device ", device,
+          " waits for words: ", found.error().message);
+      made->probe_.reset();
+      made->mover_.reset();
+      made->queues_.clear();
+    }
   }
-  std::unique_ptr<StreamQueues> made(
-      new StreamQueues(accelerator, device, env->streamPriority, std::move(probe)));
-  if (hasWords) MOONCAKE_TRY(made->findQueues());
+  if (made->queues_.empty()) {
+    const auto first = made->takeLoose();
+    if (!first.ok()) return first.error();
+    made->moving_ = {*first};
+    made->unowned_ = 1;
+  }
   return made;
+}
+
+size_t StreamQueues::count() const {
+  std::lock_guard lock(mutex_);
+  return queues_.size();
 }
 
 // A program that begins with long work holds up the queue of that. So some streams may tell nothing.
 Status StreamQueues::findQueues() {
-  std::lock_guard lock(mutex_);
   size_t repeats = 0, beyond = 0, silent = 0;
   while (repeats + beyond < kRepeats && silent < kMostSilent) {
     const auto grown = grow();
     if (!grown.ok()) return grown.error();
+    if (*grown == Grown::kNew) repeats = 0;
     repeats += *grown == Grown::kKnown;
     silent += *grown == Grown::kSilent;
     beyond += *grown == Grown::kBeyond;
   }
-  count_ = queues_.size();
   isShared_ = repeats != 0 || beyond == 0;
+  showMoving();
   return {};
 }
 
 Status StreamQueues::checkPrompt() const {
-  if (!isShared_ || count_ > kShared) return {};
-  return {ErrorCode::kUnsupported,
-          "all streams of device " + std::to_string(device_) + " share one hardware queue. " + kRemedy};
+  std::lock_guard lock(mutex_);
+  return checkQueues();
+}
+
+Status StreamQueues::checkQueues() const {
+  if (!probe_ || !isShared_ || queues_.size() > kShared) return {};
+  return {ErrorCode::kUnsupported, "all streams of device " + std::to_string(device_) +
+                                       " share one hardware queue. " + kRemedy};
 }
 
 std::vector<DeviceStream> StreamQueues::firstOfAll() const {
   std::vector<DeviceStream> first;
   for (const Queue& queue : queues_) first.push_back(queue.first);
   return first;
+}
+
+void StreamQueues::showMoving() {
+  if (queues_.empty()) return;
+  std::lock_guard lock(movingMutex_);
+  moving_.clear();
+  for (const bool areOwned : {false, true}) {
+    for (size_t i = 0; i < queues_.size(); ++i) {
+      const bool isOwned = queues_[i].owner || i == kShared;
+      if (isOwned == areOwned) moving_.push_back(queues_[i].first);
+    }
+    if (!areOwned) unowned_ = moving_.size();
+  }
 }
 
 Result<DeviceStream> StreamQueues::takeLoose() {
@@ -78,7 +127,7 @@ Result<StreamQueues::Grown> StreamQueues::grow() {
     return Grown::kKnown;
   }
   if (queue.ok() && queues_.size() < QueueProbe::kMost) {
-    queues_.push_back({.first = *made});
+    queues_.push_back({.first = *made, .unused = {}, .owner = {}});
     return Grown::kNew;
   }
   loose_.push_back(*made);
@@ -87,9 +136,9 @@ Result<StreamQueues::Grown> StreamQueues::grow() {
   return Grown::kSilent;
 }
 
-// New streams come into the queues in turn, about.
 template <typename Fits>
 Result<DeviceStream> StreamQueues::takeUnused(const Fits& fits) {
+  const Deadline deadline = Deadline::after(kForStream);
   for (size_t tries = 4 * queues_.size() + kRepeats;; --tries) {
     for (size_t i = 0; i < queues_.size(); ++i) {
       if (!fits(i) || queues_[i].unused.empty()) continue;
@@ -98,40 +147,67 @@ Result<DeviceStream> StreamQueues::takeUnused(const Fits& fits) {
       taken_[stream.handle] = i;
       return stream;
     }
-    if (tries == 0) break;
+    if (tries == 0 || deadline.passed()) break;
     const auto grown = grow();
     if (!grown.ok()) return grown.error();
+    if (*grown == Grown::kNew) showMoving();
   }
   return {ErrorCode::kExhausted, "the driver of device " + std::to_string(device_) +
                                      " makes no stream in the queue that is needed"};
 }
 
-Result<DeviceStream> StreamQueues::takeAlone() {
-  const auto isFree = [&](size_t i) { return i >= kFirstOwned && !queues_[i].owner; };
-  bool isAnyFree = false;
-  for (size_t i = 0; i < queues_.size(); ++i) isAnyFree |= isFree(i);
-  if (!isAnyFree) {
-    return {ErrorCode::kExhausted,
-            "the streams of device " + std::to_string(device_) + " share " +
-                std::to_string(queues_.size()) +
-                " hardware queues, and none is left for one that waits. " + kRemedy};
+bool StreamQueues::isUsed(size_t queue) const {
+  return queues_[queue].owner ||
+         std::ranges::any_of(taken_, [queue](auto& one) { return one.second == queue; });
+}
+
+// Its place is the second one, as long as no stream of ours is there: then it holds up no prompt work.
+std::optional<size_t> StreamQueues::leaveToProgram(DeviceStream programs) {
+  const auto found = probe_->heldUpBy(programs, firstOfAll());
+  if (!found.ok() || !*found) return std::nullopt;
+  const size_t queue = **found;
+  if (queue == kShared || queues_.size() <= kShared || isUsed(queue) || isUsed(kShared))
+    return queue;
+  std::swap(queues_[queue], queues_[kShared]);
+  showMoving();
+  return kShared;
+}
+
+Result<DeviceStream> StreamQueues::takeAlone(std::optional<size_t> apartFrom) {
+  const auto isFree = [&](size_t i) {
+    return i >= kFirstOwned && !queues_[i].owner && i != apartFrom;
+  };
+  const auto isAnyFree = [&] {
+    endLeaving();
+    return std::ranges::any_of(std::views::iota(size_t(0), queues_.size()), isFree);
+  };
+  const Deadline deadline = Deadline::after(kForLeaving);
+  while (!isAnyFree() && !leaving_.empty() && !deadline.passed())
+    std::this_thread::sleep_for(microseconds(100));
+  if (!isAnyFree()) {
+    return {ErrorCode::kExhausted, "the streams of device " + std::to_string(device_) + " share " +
+                                       std::to_string(queues_.size()) +
+                                       " hardware queues, and none is left for one that waits. " +
+                                       kRemedy};
   }
   auto stream = takeUnused(isFree);
   if (stream.ok()) queues_[taken_[stream->handle]].owner = stream->handle;
+  if (stream.ok()) showMoving();
   return stream;
 }
 
-Result<DeviceStream> StreamQueues::take(StreamRole role) {
+Result<DeviceStream> StreamQueues::take(StreamRole role, std::optional<DeviceStream> programs) {
   std::lock_guard lock(mutex_);
-  if (!isShared_ || role == StreamRole::kRecords) return takeLoose();
-  if (role == StreamRole::kWaits) return takeAlone();
-  if (!checkPrompt().ok()) return takeLoose();
-  if (role == StreamRole::kPrompt) {
-    auto own = takeUnused([](size_t i) { return i == kOfPrompt; });
-    if (own.ok() || own.error().code != ErrorCode::kExhausted) return own;
-    return queues_[kOfPrompt].first;
-  }
-  const auto alone = takeAlone();
+  endLeaving();
+  if (!probe_ && role == StreamRole::kWaits)
+    return {ErrorCode::kExhausted,
+            "streams of device " + std::to_string(device_) + " know no words"};
+  if (!probe_ || !isShared_ || role == StreamRole::kRecords) return takeLoose();
+  if (queues_.empty()) MOONCAKE_TRY(findQueues());  // all were held up before
+  const auto apartFrom = programs ? leaveToProgram(*programs) : std::nullopt;
+  if (role == StreamRole::kWaits) return takeAlone(apartFrom);
+  if (!checkQueues().ok()) return takeLoose();
+  const auto alone = takeAlone(apartFrom);
   if (alone.ok() || alone.error().code != ErrorCode::kExhausted) return alone;
   auto shared = takeUnused([](size_t i) { return i == kShared; });
   if (shared.ok() || shared.error().code != ErrorCode::kExhausted) return shared;
@@ -140,55 +216,93 @@ Result<DeviceStream> StreamQueues::take(StreamRole role) {
 
 Result<DeviceStream> StreamQueues::takeBeside(DeviceStream taken) {
   std::lock_guard lock(mutex_);
+  endLeaving();
   const auto known = taken_.find(taken.handle);
   if (known == taken_.end()) return takeLoose();
   return takeUnused([only = known->second](size_t i) { return i == only; });
 }
 
+// A stream whose end cannot be known keeps its queue.
 void StreamQueues::giveBack(DeviceStream stream) {
+  const auto isCapturing = accelerator_.isCapturing(stream);
+  if (!isCapturing.ok() || *isCapturing) return;
+  auto idle = accelerator_.createEvent(device_);
+  if (!idle.ok() || !(*idle)->record(stream).ok()) return;
   std::lock_guard lock(mutex_);
+  leaving_.push_back({stream, std::move(*idle)});
+  endLeaving();
+}
+
+void StreamQueues::endLeaving() {
+  std::erase_if(leaving_, [this](const Leaving& one) {
+    const auto isIdle = one.idle->hasHappened();
+    if (isIdle.ok() && *isIdle) backInQueue(one.stream);
+    return !isIdle.ok() || *isIdle;
+  });
+}
+
+void StreamQueues::backInQueue(DeviceStream stream) {
   const auto taken = taken_.find(stream.handle);
-  if (taken == taken_.end()) {
-    const bool isShared = !queues_.empty() && queues_[kOfPrompt].first.handle == stream.handle;
-    if (!isShared) loose_.push_back(stream);
-    return;
-  }
+  if (taken == taken_.end()) return loose_.push_back(stream);
   Queue& queue = queues_[taken->second];
   queue.unused.push_back(stream);
   if (queue.owner == stream.handle) queue.owner.reset();
   taken_.erase(taken);
+  showMoving();
 }
 
 Result<bool> StreamQueues::reserve(DeviceStream programs) {
   std::lock_guard lock(mutex_);
-  if (!isShared_) return true;
-  if (!checkPrompt().ok()) return false;
+  endLeaving();
+  if (!probe_ || !isShared_) return probe_ != nullptr;
+  if (queues_.size() <= kFirstOwned) return false;
   const auto found = probe_->heldUpBy(programs, firstOfAll());
   if (!found.ok()) return found.error();
-  if (!*found) return hasWaits();
-  size_t queue = **found;
+  if (!*found) return false;
+  size_t place = **found;
   // As long as no stream of ours is in them, the first queues are exchanged for later ones.
-  const auto isUsed = [&](size_t i) {
-    return queues_[i].owner || std::ranges::any_of(taken_, [i](auto& one) { return one.second == i; });
-  };
-  for (size_t later = count_ - 1; queue < kFirstOwned && later > queue && !isUsed(queue); --later) {
-    if (isUsed(later)) continue;
-    std::swap(queues_[queue], queues_[later]);
-    queue = later;
-    break;
+  for (size_t later = queues_.size() - 1; place < kFirstOwned && later > place; --later) {
+    if (isUsed(place) || isUsed(later)) continue;
+    std::swap(queues_[place], queues_[later]);
+    place = later;
   }
-  if (queue < kFirstOwned) return false;
-  std::optional<void*>& owner = queues_[queue].owner;
-  if (!owner) owner = programs.handle;
-  return owner == programs.handle;
+  if (place < kFirstOwned) return false;
+  Queue& queue = queues_[place];
+  if (!queue.owner) queue.owner = programs.handle;
+  if (queue.owner != programs.handle || taken_.contains(programs.handle)) return false;
+  ++queue.reserves;
+  showMoving();
+  return true;
+}
+
+void StreamQueues::release(DeviceStream programs) {
+  std::lock_guard lock(mutex_);
+  const auto queue = std::ranges::find(queues_, std::optional(programs.handle), &Queue::owner);
+  if (queue == queues_.end() || queue->reserves == 0 || --queue->reserves != 0) return;
+  queue->owner.reset();
+  showMoving();
+}
+
+// Not in a queue where a stream of ours may begin to wait before the work does.
+DeviceStream StreamQueues::prompt() {
+  std::unique_lock lock(movingMutex_);
+  const auto fit = std::span(moving_).first(unowned_);
+  if (fit.size() > 1) {
+    const auto moving = mover_->findMoving(fit, Deadline::after(kForPrompt));
+    if (moving.ok()) return fit[*moving];
+  }
+  return fit.front();
 }
 
 Result<DeviceStream> StreamQueues::findMoving(Deadline deadline) {
-  std::lock_guard lock(mutex_);
-  const auto all = firstOfAll();
-  const auto moving = probe_->findMoving(all, deadline);
-  if (!moving.ok()) return moving.error();
-  return all[*moving];
+  for (;;) {
+    std::lock_guard lock(movingMutex_);
+    if (!mover_) return moving_.front();
+    const auto moving = mover_->findMoving(
+        moving_, Deadline::after(std::min<Clock::duration>(deadline.left(), kForLook)));
+    if (moving.ok()) return moving_[*moving];
+    if (deadline.passed() || moving.error().code != ErrorCode::kTimeout) return moving.error();
+  }
 }
 
 }  // namespace mooncake

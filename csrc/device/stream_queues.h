@@ -15,10 +15,9 @@
 
 namespace mooncake {
 
-// What a stream waits for, and so which hardware queue it may be in.
+// What a stream with an owner waits for, and so which hardware queue it may be in.
 enum class StreamRole {
   kRecords,  // nothing, because its work is only recorded into graphs
-  kPrompt,   // nothing, because its work is enqueued when that can run at once
   kFollows,  // events of the program's streams, or kernels that wait for other ranks
   kWaits,    // words of the host
 };
@@ -28,63 +27,74 @@ enum class StreamRole {
 // that waits holds up every other stream of its queue. If the host writes the word that a stream
 // waits for only after work in the same queue, neither ever goes on. So:
 //
-//   - In the first queue, no stream of this library waits.
-//   - Every other queue has at most one owner: a stream of this library that waits, or a stream of the
-//     program that waits for words.
+//   - In the first queue, no stream of this library waits. It is for prompt work, which ends at once.
+//   - Every queue but the first two has at most one owner: a stream of this library that waits, or a
+//     stream of the program that waits for words.
 //   - If no queue is left, streams that follow share the second queue, and no more streams wait for
 //     words. With two queues, that is so from the beginning.
 //   - With one queue, prompt work may come behind a stream that waits.
 //
-// Other streams of the program are in any queue. Streams are never destroyed: torch's allocators
-// remember those that have used their memory. Thread-safe.
+// Other streams of the program are in any queue. So prompt work asks each time for a stream that
+// moves. Streams are never destroyed: torch's allocators remember those that have used their memory.
+// Thread-safe.
 class StreamQueues {
  public:
-  // Tries streams until the queues are known, which takes some milliseconds. Without words of streams
-  // no stream waits, so the roles do not count. The accelerator keeps the object.
+  // Tries streams until the queues are known, which takes some milliseconds. If streams know no words
+  // or the driver refuses them, no stream waits, and the roles do not count. The accelerator keeps
+  // the object.
   static Result<std::unique_ptr<StreamQueues>> make(Accelerator& accelerator, int device);
   StreamQueues(const StreamQueues&) = delete;
   StreamQueues& operator=(const StreamQueues&) = delete;
 
   // Returns the number of queues, at most QueueProbe::kMost.
-  size_t count() const { return count_; }
+  size_t count() const;
   // Whether there are queues enough for streams that wait for words.
-  bool hasWaits() const { return count_ > kFirstOwned; }
+  bool hasWaits() const { return count() > kFirstOwned; }
   // Whether no stream of this library holds up prompt work. kUnsupported: there is only one queue.
   Status checkPrompt() const;
 
-  // Returns a stream for one owner. kExhausted for kWaits: no queue is left, or there are too few.
-  Result<DeviceStream> take(StreamRole role);
+  // Returns a stream for one owner, not in the queue of `programs`, a stream of the program, if that
+  // is known. kExhausted for kWaits: no queue is left, there are too few, or no stream has words.
+  Result<DeviceStream> take(StreamRole role, std::optional<DeviceStream> programs = std::nullopt);
   // Returns one more stream of the queue of a taken stream.
   Result<DeviceStream> takeBeside(DeviceStream taken);
-  // Takes an idle stream back. A stream that is not given back keeps its queue.
+  // Takes a stream back. The next owner has it when its work so far is over.
   void giveBack(DeviceStream stream);
 
-  // Gives a stream of the program the queue that it is in, unless that is one of the first two or has
-  // an owner. Returns whether the stream owns it: then it may wait for words, and no stream of this
-  // library that waits holds it up. The stream must be idle, and not in a capture; else kTimeout.
+  // Gives a stream of the program the queue that it is in, unless that is one of the first two, has
+  // an owner, or is not known. Returns whether the stream owns it: then it may wait for words, and no
+  // stream of this library that waits holds it up. The stream must be idle, and not in a capture; else
+  // kTimeout. Each time that it returns true ends with release().
   Result<bool> reserve(DeviceStream programs);
-  // Returns a stream that no wait of any stream holds up now, for work that ends at once.
-  // kTimeout: there is none by the deadline.
+  void release(DeviceStream programs);
+
+  // Returns a stream for work that ends at once: one that moves, if there is one. All share it.
+  DeviceStream prompt();
+  // The same, but kTimeout: every queue is held up until the deadline.
   Result<DeviceStream> findMoving(Deadline deadline);
 
  private:
   static constexpr size_t kOfPrompt = 0, kShared = 1, kFirstOwned = 2;
 
   struct Queue {
-    DeviceStream first;                // nothing waits on it
+    DeviceStream first;                // for prompt work; nothing waits on it
     std::vector<DeviceStream> unused;  // more streams of this queue
     std::optional<void*> owner;        // the handle of the stream that waits
+    size_t reserves = 0;               // of a stream of the program
+  };
+  struct Leaving {
+    DeviceStream stream;
+    std::unique_ptr<DeviceEvent> idle;
   };
 
-  StreamQueues(Accelerator& accelerator, int device, StreamPriority priority,
-               std::unique_ptr<QueueProbe> probe)
-      : accelerator_(accelerator), device_(device), priority_(priority), probe_(std::move(probe)) {}
+  StreamQueues(Accelerator& accelerator, int device, StreamPriority priority)
+      : accelerator_(accelerator), device_(device), priority_(priority) {}
 
   // All under the lock.
   Status findQueues();
   // Returns a stream of no known queue.
   Result<DeviceStream> takeLoose();
-  Result<DeviceStream> takeAlone();
+  Result<DeviceStream> takeAlone(std::optional<size_t> apartFrom);
   // Makes a stream and finds its queue.
   enum class Grown {
     kKnown,   // it is one more of a known queue
@@ -97,18 +107,31 @@ class StreamQueues {
   // Returns an unused stream of the first queue that fits, and notes that queue for it.
   template <typename Fits>
   Result<DeviceStream> takeUnused(const Fits& fits);
+  Status checkQueues() const;
+  bool isUsed(size_t queue) const;
+  // Returns the queue of a stream of the program, none if it is not known.
+  std::optional<size_t> leaveToProgram(DeviceStream programs);
+  void endLeaving();
+  void backInQueue(DeviceStream stream);
+  // Tells findMoving() the queues, those without owners first.
+  void showMoving();
 
   Accelerator& accelerator_;
   const int device_;
   const StreamPriority priority_;
-  size_t count_ = 0;
-  // False: streams know no words, or there are more queues than QueueProbe::kMost.
-  bool isShared_ = false;
-  std::mutex mutex_;                         // guards the fields below
-  const std::unique_ptr<QueueProbe> probe_;  // null: without words
+  mutable std::mutex mutex_;           // guards the fields below
+  std::unique_ptr<QueueProbe> probe_;  // null: without words
+  // False: there are more queues than QueueProbe::kMost.
+  bool isShared_ = true;
   std::vector<Queue> queues_;
   std::vector<DeviceStream> loose_;  // unused streams of no known queue
   std::map<void*, size_t> taken_;    // the known queue of each stream that has an owner, by handle
+  std::vector<Leaving> leaving_;
+  // After mutex_, which is held while queues are tried. Guards the fields below.
+  std::mutex movingMutex_;
+  std::unique_ptr<QueueProbe> mover_;  // null: without words
+  std::vector<DeviceStream> moving_;   // at least one
+  size_t unowned_ = 0;                 // so many of them come first; at least one
 };
 
 }  // namespace mooncake

@@ -9,6 +9,7 @@
 #include "base/backoff.h"
 #include "base/log.h"
 #include "engine/memory/program_memory.h"
+#include "transfer/local_copy.h"
 
 namespace mooncake::transfer {
 namespace {
@@ -185,8 +186,8 @@ void Driver::copyHere(Flight& flight) {
   const LocalMemory local{reinterpret_cast<std::byte*>(request.local),
                           flight.claim.task->memory->owner};
   const LocalMemory remote{use.data(), use.owner()};
-  const Status copied = isRead ? context_.copier.copy(local, remote, request.bytes)
-                               : context_.copier.copy(remote, local, request.bytes);
+  const Status copied =
+      isRead ? copyLocal(local, remote, request.bytes) : copyLocal(remote, local, request.bytes);
   if (!copied.ok()) return end(flight, TaskState::kFailed, copied.error().message);
   end(flight, TaskState::kCompleted);
 }

@@ -5,7 +5,6 @@
 
 #include "engine/engine.h"
 #include "transfer/bell_pool.h"
-#include "transfer/local_copier.h"
 #include "transfer/slot_pool.h"
 #include "transfer/task_queue.h"
 
@@ -20,7 +19,6 @@ struct DriverContext {
   uint32_t generation;  // of `stopping`, while the engine is open
   Doorbell& ended;      // rung when a transfer has ended
   BellPool& bells;      // one for each driver
-  LocalCopier& copier;
   const std::string& logName;
 };
 

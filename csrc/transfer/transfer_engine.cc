@@ -8,6 +8,7 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "transfer/call_guard.h"
+#include "transfer/local_copy.h"
 #include "transfer/protocol.h"
 #include "transfer/session_socket.h"
 #include "transfer/topology.h"
@@ -120,8 +121,7 @@ Status TransferEngine::start(TransferEngineOptions options) {
   directory_ = std::make_unique<Directory>(*segmentContext_, name);
   slots_ = std::make_unique<SlotPool>(settings_.mostTransfers);
   driverContext_.reset(new DriverContext{*engine_, *slots_, askers_, stopping_,
-                                         stopping_.generation(), ended_, bells_, copier_,
-                                         logName_});
+                                         stopping_.generation(), ended_, bells_, logName_});
   auto incarnation = incarnationOf(engine_->endpoint());
   if (!incarnation.ok()) return incarnation.status();
   keeper_ = std::make_unique<NameKeeper>(
@@ -274,8 +274,8 @@ Code TransferEngine::writeHere(uint64_t address, ByteView bytes) {
   const auto buffer = memory_->find(address, bytes.size());
   if (!buffer) return fail(kNotRegistered, "bytes are written to memory that is not registered");
   if (!buffer->isWritable) return fail(kInvalid, "bytes are written to memory that is read-only");
-  const Status copied = copier_.copy({reinterpret_cast<std::byte*>(address), buffer->owner},
-                                     {const_cast<std::byte*>(bytes.data()), {}}, bytes.size());
+  const Status copied = copyLocal({reinterpret_cast<std::byte*>(address), buffer->owner},
+                                  {const_cast<std::byte*>(bytes.data()), {}}, bytes.size());
   return copied.ok() ? kGood : fail(kInvalid, "bytes are not written: " + copied.error().message);
 }
 
@@ -284,7 +284,7 @@ Code TransferEngine::readHere(uint64_t address, std::span<std::byte> bytes) {
   if (!call) return kContext;
   const auto buffer = memory_->find(address, bytes.size());
   if (!buffer) return fail(kNotRegistered, "bytes are read from memory that is not registered");
-  const Status copied = copier_.copy(
+  const Status copied = copyLocal(
       {bytes.data(), {}}, {reinterpret_cast<std::byte*>(address), buffer->owner}, bytes.size());
   return copied.ok() ? kGood : fail(kInvalid, "bytes are not read: " + copied.error().message);
 }

@@ -166,7 +166,6 @@ class TransferEngine {
   std::unique_ptr<SegmentContext> segmentContext_;
   std::unique_ptr<Directory> directory_;
   std::unique_ptr<SlotPool> slots_;
-  LocalCopier copier_;
   StreamTransfers onStreams_{
       {.begin = [this](std::span<const TransferRequest> all) { return beginBatch(all); },
        .release = [this](const Batch& batch) { (void)batches_.release(batch.id); }}};

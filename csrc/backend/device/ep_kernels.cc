@@ -65,9 +65,14 @@ void EpKernels::decide(const c10::Device& device) {
   if (isCapturing(callers))
     refuseRecording(callers, "the Buffer has not set up its kernels yet", kBeforeTheCapture);
   isDecided_ = true;
-  stream_.emplace(device, StreamRole::kFollows);
   Result<Accelerator*> accelerator = acceleratorOf(device.type());
-  const DeviceStream native = accelerator.ok() ? stream_->native() : DeviceStream{};
+  DeviceStream native;
+  try {
+    stream_.emplace(device, StreamRole::kFollows, callers);
+    if (accelerator.ok()) native = stream_->native();
+  } catch (const std::exception& error) {  // the other ranks learn it below
+    accelerator = Error{ErrorCode::kExhausted, std::string("no stream: ") + error.what()};
+  }
   auto experts =
       PeerExperts::make(std::move(control_), std::move(view_), std::move(accelerator), native,
                         settings_.bytes, settings_.timeout, Deadline::after(settings_.timeout));
@@ -90,9 +95,8 @@ at::Tensor EpKernels::tableFor(const std::shared_ptr<const ep::ExpertMap>& exper
   const c10::Stream callers = currentOn(stream().device());
   if (isCapturing(callers))
     refuseRecording(callers, "it has other experts than the calls before", kBeforeTheCapture);
-  if (!uploads_) uploads_.emplace(stream().device(), StreamRole::kPrompt);
   const auto bytes = PeerExperts::tableOf(experts->owners(), rank_);
-  const c10::StreamGuard on(uploads_->stream());
+  const c10::StreamGuard on(OwnStream::named(stream().device(), stream_->queues()->prompt()));
   at::Tensor host = at::empty({int64_t(bytes.size())}, at::kByte);
   std::memcpy(host.mutable_data_ptr(), bytes.data(), bytes.size());
   tables_.push_front({experts, host.to(stream().device())});

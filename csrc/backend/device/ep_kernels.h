@@ -116,7 +116,6 @@ class EpKernels : public std::enable_shared_from_this<EpKernels> {
   at::Tensor mask_;  // the same on the device, read by kernels
   bool isDecided_ = false;
   std::optional<OwnStream> stream_;       // not lent to others before the kernels have ended
-  std::optional<OwnStream> uploads_;      // waits for no kernel
   std::optional<OwnStream> recordings_;   // joins one capture at a time; none: nothing was recorded
   std::unique_ptr<PeerExperts> experts_;  // null: calls are staged
   struct Table {

@@ -18,14 +18,13 @@
 namespace mooncake {
 namespace {
 
-// Returns whether a stream of the program owns its queue; none: it is busy, or cannot be known.
-std::optional<bool> reserveFor(const c10::Stream& programs, StreamQueues& queues) {
+// Returns a stream of the program; none: it is busy, in a capture, or cannot be known.
+std::optional<DeviceStream> idleStream(const c10::Stream& programs) {
   const auto native = nativeStream(programs);
   if (!native.ok()) return std::nullopt;  // older torch does not tell the handle
   const DeviceScope on(programs.device());
   if (isCapturing(programs) || !programs.query()) return std::nullopt;
-  const auto reserved = queues.reserve(*native);
-  return reserved.ok() ? std::optional(*reserved) : std::nullopt;
+  return *native;
 }
 
 // The stream that the program works on now shares no queue with them, if it is idle. Without a queue
@@ -35,8 +34,8 @@ OwnStream collectivesOn(const c10::Device& device, const StreamSettings& setting
   hasWords = settings.words && accelerator.ok() && (*accelerator)->hasStreamWords(device.index());
   if (hasWords) {
     StreamQueues& queues = *orThrow((*accelerator)->streamQueues(device.index()));
-    (void)reserveFor(c10::impl::VirtualGuardImpl(device.type()).getStream(device), queues);
-    const auto taken = queues.take(StreamRole::kWaits);
+    const auto programs = idleStream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    const auto taken = queues.take(StreamRole::kWaits, programs);
     if (taken.ok()) return OwnStream(device, *taken);
     if (taken.error().code != ErrorCode::kExhausted) throwError(taken.error());
     hasWords = false;
@@ -93,16 +92,19 @@ GroupStreams::GroupStreams(const c10::Device& device, const StreamSettings& sett
       waitWords_(waitWordsFor(collectives_, words_ != nullptr)),
       pinned_(poolOf(collectives_, settings.pinnedCache)) {}
 
+GroupStreams::~GroupStreams() {
+  for (const auto& [id, waits] : mayWait_)
+    if (waits.isOwner) collectives_.queues()->release(waits.stream);
+}
+
 const c10::Stream& GroupStreams::recordings() {
   std::lock_guard lock(mutex_);
   if (!recordings_) recordings_.emplace(collectives().device(), StreamRole::kRecords);
   return recordings_->stream();
 }
 
-const c10::Stream& GroupStreams::prompt() {
-  std::lock_guard lock(mutex_);
-  if (!prompt_) prompt_.emplace(collectives().device(), StreamRole::kPrompt);
-  return prompt_->stream();
+c10::Stream GroupStreams::prompt() const {
+  return OwnStream::named(collectives().device(), collectives_.queues()->prompt());
 }
 
 const c10::Stream& GroupStreams::messages(const c10::Stream& callers) {
@@ -115,9 +117,13 @@ bool GroupStreams::mayWait(const c10::Stream& callers) {
   if (!waitWords_) return false;
   std::lock_guard lock(mutex_);
   const auto known = mayWait_.find(callers.id());
-  if (known != mayWait_.end()) return known->second;
-  const auto isOwner = reserveFor(callers, *collectives_.queues());
-  return isOwner && (mayWait_[callers.id()] = *isOwner);
+  if (known != mayWait_.end()) return known->second.isOwner;
+  const auto native = idleStream(callers);
+  if (!native) return false;
+  const auto isOwner = collectives_.queues()->reserve(*native);
+  if (!isOwner.ok()) return false;
+  mayWait_[callers.id()] = {*native, *isOwner};
+  return *isOwner;
 }
 
 }  // namespace mooncake

@@ -20,14 +20,17 @@ class GroupStreams {
  public:
   // Throws.
   GroupStreams(const c10::Device& device, const StreamSettings& settings);
+  ~GroupStreams();
+  GroupStreams(const GroupStreams&) = delete;
+  GroupStreams& operator=(const GroupStreams&) = delete;
 
   const c10::Stream& collectives() const { return collectives_.stream(); }
   // Null: torch alone drives the device.
   Accelerator* accelerator() const { return collectives_.accelerator(); }
   // For collectives that are recorded into a graph of the program. It joins one capture at a time.
   const c10::Stream& recordings();
-  // For copies that are enqueued when they can run at once: no other stream holds them up.
-  const c10::Stream& prompt();
+  // Returns a stream for copies that are enqueued when they can run at once. For devices with words.
+  c10::Stream prompt() const;
   // Null: the host waits for collectives.
   StreamWords* words() const { return words_.get(); }
   // Returns the stream for messages that are called on a stream of the caller's, and for sums of
@@ -48,6 +51,11 @@ class GroupStreams {
   PinnedPool* pinned() const { return pinned_; }
 
  private:
+  struct Waits {
+    DeviceStream stream;
+    bool isOwner = false;
+  };
+
   bool hasWords_ = false;  // set before collectives_
   const OwnStream collectives_;
   const OwnStream callbacks_;
@@ -57,8 +65,7 @@ class GroupStreams {
   PinnedPool* const pinned_;
   std::mutex mutex_;                                   // guards the fields below
   std::optional<OwnStream> recordings_;                // none: nothing has been recorded
-  std::optional<OwnStream> prompt_;                    // none: no call has asked for it
-  std::map<c10::StreamId, bool> mayWait_;              // by the caller's stream
+  std::map<c10::StreamId, Waits> mayWait_;             // by the caller's stream
   std::map<c10::StreamId, const OwnStream> messages_;  // by the caller's stream
 };
 

@@ -1,12 +1,12 @@
 #include "backend/device/own_stream.h"
 
 #include <mutex>
+#include <optional>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
-#include "backend/device/device_scope.h"
 #include "base/log.h"
 
 namespace mooncake {
@@ -28,17 +28,15 @@ StreamQueues* queuesOf(const c10::Device& device, Accelerator* accelerator) {
   return accelerator ? orThrow(accelerator->streamQueues(device.index())) : nullptr;
 }
 
-c10::Stream streamOn(const c10::Device& device, StreamQueues* queues, StreamRole role) {
-  if (queues) return OwnStream::named(device, orThrow(queues->take(role)));
+c10::Stream streamOn(const c10::Device& device, StreamQueues* queues, StreamRole role,
+                     std::optional<DeviceStream> programs = std::nullopt) {
+  if (queues) return OwnStream::named(device, orThrow(queues->take(role, programs)));
   return c10::impl::VirtualGuardImpl(device.type())
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-bool isIdle(const c10::Stream& stream) try {
-  const DeviceScope on(stream.device());
-  return c10::impl::VirtualGuardImpl(stream.device_type()).queryStream(stream);
-} catch (const std::exception&) {  // of torch: the context is lost
-  return false;
+std::optional<DeviceStream> optional(const Result<DeviceStream>& stream) {
+  return stream.ok() ? std::optional(*stream) : std::nullopt;
 }
 
 }  // namespace
@@ -48,13 +46,20 @@ OwnStream::OwnStream(const c10::Device& device, StreamRole role)
       queues_(queuesOf(device, accelerator_)),
       stream_(streamOn(device, queues_, role)) {}
 
+// Older torch does not tell the program's stream.
+OwnStream::OwnStream(const c10::Device& device, StreamRole role, const c10::Stream& programs)
+    : accelerator_(driverOf(device)),
+      queues_(queuesOf(device, accelerator_)),
+      stream_(streamOn(device, queues_, role, optional(nativeStream(programs)))) {}
+
 OwnStream::OwnStream(const c10::Device& device, const DeviceStream& taken)
     : accelerator_(driverOf(device)),
       queues_(queuesOf(device, accelerator_)),
       stream_(named(device, taken)) {}
 
 OwnStream::~OwnStream() {
-  if (queues_ && isIdle(stream_)) queues_->giveBack(native());
+  // A lock of the queues may be held for ever in a child.
+  if (queues_ && forkGeneration_ == forkGeneration()) queues_->giveBack(native());
 }
 
 // torch knows a stream that it did not make by its handle.

@@ -3,13 +3,14 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include "base/fork.h"
 #include "device/accelerator.h"
 #include "device/stream_queues.h"
 
 namespace mooncake {
 
-// A stream for one owner at a time. When the owner goes, the next one has it, unless work of the
-// first still runs. It is never destroyed: torch's allocators remember the streams that have used
+// A stream for one owner at a time. When the owner goes and its work is over, the next one has it. It
+// is never destroyed: torch's allocators remember the streams that have used
 // their memory.
 class OwnStream {
  public:
@@ -17,6 +18,8 @@ class OwnStream {
   // role does not count. Without an accelerator for the device, it is a stream of torch's pool, where
   // other owners may have it too.
   explicit OwnStream(const c10::Device& device, StreamRole role = StreamRole::kRecords);
+  // The same, but not in the queue of a stream of the program, which is in no capture.
+  OwnStream(const c10::Device& device, StreamRole role, const c10::Stream& programs);
   // Owns a stream that was taken from the queues of the device.
   OwnStream(const c10::Device& device, const DeviceStream& taken);
   ~OwnStream();
@@ -42,6 +45,7 @@ class OwnStream {
   Accelerator* const accelerator_;
   StreamQueues* const queues_;
   const c10::Stream stream_;
+  const uint32_t forkGeneration_ = forkGeneration();
 };
 
 }  // namespace mooncake

@@ -38,17 +38,18 @@ c10::DeviceType deviceType() {
 
 c10::Device currentDevice() { return c10::impl::VirtualGuardImpl(deviceType()).getDevice(); }
 
-// On a stream of its own: other work of the device may wait for a rank that waits for this one.
+// On a stream that moves: other work of the device may wait for a rank that waits for this one.
 void clearPad(const SymmetricAllocation& allocation) {
   const c10::DeviceGuard device(allocation.device);
-  const OwnStream own(allocation.device, StreamRole::kPrompt);
-  const c10::StreamGuard current(own.stream());
+  const DeviceStream prompt =
+      orThrow(allocation.accelerator.streamQueues(allocation.device.index()))->prompt();
+  const c10::StreamGuard current(OwnStream::named(allocation.device, prompt));
   at::for_blob(allocation.memory.data() + allocation.padOffset, {int64_t(allocation.padBytes)})
       .options(at::TensorOptions(at::kByte).device(allocation.device))
       .target_device(allocation.device)
       .make_tensor()
       .zero_();
-  throwIfError(allocation.accelerator.synchronize(own.native()));
+  throwIfError(allocation.accelerator.synchronize(prompt));
 }
 
 DeviceBackend& backendOf(const std::string& groupName, const c10::Device& device) {

@@ -72,12 +72,13 @@ bool TokenKernels::takes(const c10::Device& device) {
 
 void TokenKernels::decide(const c10::Device& device) {
   const c10::DeviceGuard on(device);
-  refuseCapture(currentOn(device), "the Buffer has not set up its kernels yet");
+  const c10::Stream callers = currentOn(device);
+  refuseCapture(callers, "the Buffer has not set up its kernels yet");
   isDecided_ = true;
   Result<Accelerator*> accelerator = acceleratorOf(device.type());
   DeviceStream native;
   try {
-    stream_.emplace(device, StreamRole::kFollows);
+    stream_.emplace(device, StreamRole::kFollows, callers);
     if (accelerator.ok()) native = stream_->native();
   } catch (const std::exception& error) {  // the other ranks learn it below
     accelerator = Error{ErrorCode::kExhausted, std::string("no stream: ") + error.what()};

@@ -66,11 +66,7 @@ Status PeerQueue::start(const Settings& settings) {
     const auto queues = accelerator_.streamQueues(stream_.device);
     if (!queues.ok()) return queues.error();
     MOONCAKE_TRY((*queues)->checkPrompt());  // for acknowledge(), and for copies of the proxy
-  }
-  if (settings.maySkip) {
-    const auto beside = accelerator_.takePromptStream(stream_.device);
-    if (!beside.ok()) return beside.error();
-    beside_ = *beside;
+    if (settings.maySkip) beside_ = *queues;
   }
   auto guard = PeerGuard::make(
       *control_, *view_, area_->words(), settings.banks,
@@ -101,8 +97,8 @@ PeerQueue::~PeerQueue() {
   // Replays that come later find the refusal on the device. An error shows below.
   if (order_.hasGraphs()) (void)acknowledge();
   Status over = accelerator_.synchronize(stream_);
-  if (beside_ && over.ok()) over = accelerator_.synchronize(*beside_);
-  if (beside_ && over.ok()) accelerator_.giveBackStream(*beside_);
+  for (const DeviceStream& stream : stoppers_)
+    if (over.ok()) over = accelerator_.synchronize(stream);
   if (!over.ok()) {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);
@@ -116,7 +112,11 @@ PeerQueue::~PeerQueue() {
 
 Status PeerQueue::acknowledge() {
   kernels::AcknowledgeArguments arguments{area_->state()};
-  return accelerator_.launch(beside_.value_or(stream_),
+  const DeviceStream stream = beside_ ? beside_->prompt() : stream_;
+  if (beside_ &&
+      std::ranges::find(stoppers_, stream.handle, &DeviceStream::handle) == stoppers_.end())
+    stoppers_.push_back(stream);
+  return accelerator_.launch(stream,
                              {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
 }
 
@@ -151,7 +151,7 @@ kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline,
           .scratch = nullptr,
           .output = nullptr,
           .isOfGraph = recording_.has_value(),
-          .isHeld = recording_.has_value() || beside_.has_value(),
+          .isHeld = recording_.has_value() || beside_ != nullptr,
           .skipNs = uint64_t(std::chrono::nanoseconds(skipAfter).count())};
 }
 

@@ -111,7 +111,8 @@ class PeerQueue {
   std::unique_ptr<PeerGuard> guard_;
   ReplayOrder order_;
   std::optional<DeviceStream> recording_;
-  std::optional<DeviceStream> beside_;  // stops kernels; none: `stream_` does
+  StreamQueues* beside_ = nullptr;      // their prompt stream stops kernels; null: `stream_` does
+  std::vector<DeviceStream> stoppers_;  // those that have
   bool isOrdered_ = false;              // the graph that is recorded begins in the order of replays
   uint64_t decisionNs_ = 0;             // see kernels::Exchange; of a graph's operation
   uint32_t mostBlocks_ = 1;

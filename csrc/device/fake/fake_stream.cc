@@ -63,12 +63,14 @@ void FakeStream::close() {
   changed_.notify_all();
 }
 
+void FakeStream::stop() {
+  std::lock_guard lock(mutex_);
+  isHalted_ = true;
+  changed_.notify_all();
+}
+
 void FakeStream::halt() {
-  {
-    std::lock_guard lock(mutex_);
-    isHalted_ = true;
-    changed_.notify_all();
-  }
+  stop();
   if (queue_) queue_->wake();
 }
 

@@ -220,6 +220,9 @@ Status FakeStreams::replay(uint64_t graph, DeviceStream id) {
 
 void FakeStreams::halt() {
   std::lock_guard lock(mutex_);
+  // No stream goes on because another one of its queue has been halted.
+  for (auto& [key, lane] : lanes_) lane.stream->stop();
+  for (auto& stream : closing_) stream->stop();
   for (auto& [key, lane] : lanes_) lane.stream->halt();
   for (auto& stream : closing_) stream->halt();
 }

@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "device/peer_memory.h"
+#include "device/stream_queues.h"
 
 namespace mooncake {
 namespace {
@@ -178,26 +179,27 @@ Status DeviceReader::enqueue(UnderWay& next) {
   const auto name = std::pair(&accelerator, copy.owner.device);
   auto device = devices_.find(name);
   if (device == devices_.end()) {
-    const auto stream = accelerator.takePromptStream(copy.owner.device);
-    if (!stream.ok()) return stream.status();
-    device = devices_.emplace(name, Device{.stream = *stream, .free = {}}).first;
+    const auto queues = accelerator.streamQueues(copy.owner.device);
+    if (!queues.ok()) return queues.status();
+    device = devices_.emplace(name, Device{.queues = *queues, .stream = {}, .free = {}}).first;
   }
-  next.stream = device->second.stream;
-  auto& free = device->second.free;
+  auto& [queues, stream, underWay, free] = device->second;
+  if (underWay == 0) stream = queues->prompt();
   if (free.empty()) {
     auto event = accelerator.createEvent(copy.owner.device);
     if (!event.ok()) return event.status();
     free.push_back(std::move(*event));
   }
-  MOONCAKE_TRY(accelerator.copy(next.stream, copy.target.data(), copy.from.start + copy.offset,
+  MOONCAKE_TRY(accelerator.copy(stream, copy.target.data(), copy.from.start + copy.offset,
                                 copy.target.size()));
-  if (const Status recorded = free.back()->record(next.stream); !recorded.ok()) {
+  if (const Status recorded = free.back()->record(stream); !recorded.ok()) {
     // An error here means that the copy does not run any more.
-    (void)accelerator.synchronize(next.stream);
+    (void)accelerator.synchronize(stream);
     return recorded;
   }
   next.event = std::move(free.back());
   free.pop_back();
+  ++underWay;
   return {};
 }
 
@@ -216,15 +218,17 @@ uint64_t DeviceReader::look() {
       continue;
     }
     Accelerator& accelerator = *one.copy.owner.accelerator;
+    Device& device = devices_.at({&accelerator, one.copy.owner.device});
     // A copy may still run if its event cannot be asked.
-    if (!happened.ok()) (void)accelerator.synchronize(one.stream);
+    if (!happened.ok()) (void)accelerator.synchronize(device.stream);
+    --device.underWay;
     one.isEnding = true;  // it stays in the list until its owner has been told
     lock.unlock();
     one.copy.use = {};
     one.copy.from = {};
     one.copy.onEnd(happened.status());
     lock.lock();
-    devices_.at({&accelerator, one.copy.owner.device}).free.push_back(std::move(one.event));
+    device.free.push_back(std::move(one.event));
     it = underWay_.erase(it);
     ++ended_;
   }
@@ -257,10 +261,6 @@ void DeviceReader::close() {
     {
       std::lock_guard lock(mutex_);
       if (underWay_.empty()) {
-        for (auto& [name, device] : devices_) {
-          device.free.clear();
-          name.first->giveBackStream(device.stream);
-        }
         devices_.clear();
         break;
       }

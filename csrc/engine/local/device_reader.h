@@ -22,6 +22,8 @@
 
 namespace mooncake {
 
+class StreamQueues;
+
 // Reads memory of devices that one peer of the host has registered: maps it, and has a device of this
 // process copy. A mapping goes with the first new one after the peer has unregistered all that it was
 // made for, or at close(). Thread-safe.
@@ -80,12 +82,13 @@ class DeviceReader : public std::enable_shared_from_this<DeviceReader> {
     std::set<uint64_t> regions;              // keys
   };
   struct Device {
-    DeviceStream stream;
+    StreamQueues* queues;
+    DeviceStream stream;  // of all copies under way
+    size_t underWay = 0;
     std::vector<std::unique_ptr<DeviceEvent>> free;
   };
   struct UnderWay {
     Copy copy;
-    DeviceStream stream;
     std::unique_ptr<DeviceEvent> event;
     bool isEnding = false;
   };

@@ -9,7 +9,7 @@ namespace mooncake {
 DeviceCopies::~DeviceCopies() {
   for (const auto& device : devices_) {
     // An error means that the context is lost: then no copy runs any more.
-    if (underWay_ != 0) (void)device->owner.accelerator->synchronize(device->stream);
+    if (device->isWorking()) (void)device->owner.accelerator->synchronize(device->stream);
     close(*device);
   }
 }
@@ -25,6 +25,11 @@ void DeviceCopies::prepare(Accelerator& accelerator) {
   for (const auto& memory : all) accelerator.freePinned(memory);
 }
 
+bool DeviceCopies::Device::isWorking() const {
+  return std::ranges::any_of(
+      copies, [](const Copy& copy) { return copy.state_ == Copy::State::kUnderWay; });
+}
+
 DeviceCopies::Device* DeviceCopies::find(const MemoryOwner& owner) const {
   const auto found = std::find_if(devices_.begin(), devices_.end(),
                                   [&](const auto& device) { return device->owner == owner; });
@@ -33,15 +38,12 @@ DeviceCopies::Device* DeviceCopies::find(const MemoryOwner& owner) const {
 
 Status DeviceCopies::open(Device& device) {
   Accelerator& accelerator = *device.owner.accelerator;
+  const auto queues = accelerator.streamQueues(device.owner.device);
+  if (!queues.ok()) return queues.status();
+  device.queues = *queues;
   const auto memory = accelerator.allocatePinned(kBuffers * kBufferBytes);
   if (!memory.ok()) return memory.status();
   device.memory = *memory;
-  const auto stream = accelerator.takePromptStream(device.owner.device);
-  if (!stream.ok()) {
-    accelerator.freePinned(device.memory);
-    return stream.status();
-  }
-  device.stream = *stream;
   for (size_t i = 0; i < kBuffers; ++i) {
     auto event = accelerator.createEvent(device.owner.device);
     if (!event.ok()) {
@@ -58,7 +60,6 @@ Status DeviceCopies::open(Device& device) {
 
 void DeviceCopies::close(Device& device) {
   for (Copy& copy : device.copies) copy.event_.reset();
-  device.owner.accelerator->giveBackStream(device.stream);
   device.owner.accelerator->freePinned(device.memory);
 }
 
@@ -98,7 +99,9 @@ Status DeviceCopies::fromBuffer(Copy& copy, std::byte* to, size_t bytes, Origin 
 
 Status DeviceCopies::begin(Copy& copy, void* to, const void* from, size_t bytes, Origin origin) {
   Accelerator& accelerator = *copy.owner_.accelerator;
-  const DeviceStream stream = find(copy.owner_)->stream;
+  Device& device = *find(copy.owner_);
+  if (!device.isWorking()) device.stream = device.queues->prompt();
+  const DeviceStream stream = device.stream;
   MOONCAKE_TRY(accelerator.copy(stream, to, from, bytes));
   if (const Status recorded = copy.event_->record(stream); !recorded.ok()) {
     // Nothing else tells when the copy ends. An error here means that it does not run any more.

@@ -8,15 +8,16 @@
 #include <vector>
 
 #include "device/memory_owner.h"
+#include "device/stream_queues.h"
 #include "engine/contract/transfer.h"
 #include "engine/memory/region_table.h"
 
 namespace mooncake {
 
 // Copies between memory of devices and pinned buffers, for one direction of one connection. A device
-// has kBuffers buffers and a stream here from its first copy on, and they are used again and again.
-// Copies of one device end in the order in which they began. No function but the destructor waits
-// for a device that works. Not thread-safe: the owner's lock guards it.
+// has kBuffers buffers here from its first copy on, and they are used again and again. Copies of one
+// device end in the order in which they began. No function but the destructor waits for a device that
+// works. Not thread-safe: the owner's lock guards it.
 class DeviceCopies {
  public:
   static constexpr size_t kBuffers = 4;
@@ -80,15 +81,18 @@ class DeviceCopies {
   bool isUnderWay(const Completion* completion) const;
   bool isUnderWay(uint64_t transfer) const;
 
-  // Frees buffers and streams. Nothing may be lent or under way.
+  // Frees the buffers. Nothing may be lent or under way.
   void free();
 
  private:
   struct Device {
     MemoryOwner owner;
-    DeviceStream stream;
+    StreamQueues* queues = nullptr;
+    DeviceStream stream;  // of all copies under way
     std::span<std::byte> memory;
     std::array<Copy, kBuffers> copies;
+
+    bool isWorking() const;
   };
   Device* find(const MemoryOwner& owner) const;
   static Status open(Device& device);

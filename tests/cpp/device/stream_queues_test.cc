@@ -22,8 +22,8 @@ struct Device {
     return new (memory.data()) StreamWord(0);
   }
   // Lets a stream wait for a word; release() ends all these waits.
-  void hold(DeviceStream stream) { EXPECT_OK(devices->awaitWord(stream, gate, 1)); }
-  void release() { gate->store(1); }
+  void hold(DeviceStream stream) { EXPECT_OK(devices->awaitWord(stream, gate, gates + 1)); }
+  void release() { gate->store(++gates); }
   bool moves(DeviceStream stream, milliseconds limit = milliseconds(50)) {
     StreamWord* const word = newWord();
     EXPECT_OK(devices->writeWord(stream, word, 1));
@@ -35,6 +35,7 @@ struct Device {
 
   const std::unique_ptr<FakeDevices> devices;
   StreamWord* const gate = newWord();
+  uint32_t gates = 0;  // opened
 };
 
 TEST(FakeQueues, AWaitHoldsUpTheStreamsOfItsQueueOnly) {
@@ -87,6 +88,28 @@ TEST(QueueProbe, FindsTheStreamOfTheSameQueue) {
   }
   const DeviceStream fifth = valueOf(device.devices->createStream(0));
   EXPECT_EQ(valueOf(probe->heldUpBy(fifth, std::span(streams).subspan(1))), std::nullopt);
+}
+
+// A question that cannot be asked leaves no stream waiting.
+TEST(QueueProbe, AFailedQuestionHoldsUpNobody) {
+  Device device(2);
+  const auto probe = valueOf(QueueProbe::make(*device.devices));
+  const DeviceStream waiting = valueOf(device.devices->createStream(0));
+  const std::vector<DeviceStream> streams{valueOf(device.devices->createStream(0))};
+  EXPECT_OK(device.devices->inject({.call = "writeWord"}));
+  EXPECT_FALSE(probe->heldUpBy(waiting, streams).ok());
+  EXPECT_TRUE(device.moves(waiting, seconds(10)));
+}
+
+// Only the wait of the question counts.
+TEST(QueueProbe, AStreamThatAnotherOneHoldsUpIsNoAnswer) {
+  Device device(3);
+  const auto probe = valueOf(QueueProbe::make(*device.devices));
+  const DeviceStream other = valueOf(device.devices->createStream(0));
+  const DeviceStream waiting = valueOf(device.devices->createStream(0));
+  device.hold(other);
+  EXPECT_EQ(valueOf(probe->heldUpBy(waiting, std::span(&other, 1))), std::nullopt);
+  device.release();
 }
 
 TEST(QueueProbe, AStreamThatDoesNotMoveTellsNothing) {
@@ -142,7 +165,7 @@ TEST_P(StreamQueuesTest, StreamsThatWaitHoldUpNoneOfOurs) {
   }
   EXPECT_TRUE(device.moves(shared, seconds(10)));
   device.hold(shared);
-  EXPECT_TRUE(device.moves(valueOf(queues.take(StreamRole::kPrompt)), seconds(10)));
+  EXPECT_TRUE(device.moves(queues.prompt(), seconds(10)));
   device.release();
 }
 
@@ -156,6 +179,22 @@ TEST_P(StreamQueuesTest, AQueueServesAgainWhenItsStreamIsGivenBack) {
     EXPECT_FALSE(queues.take(StreamRole::kWaits).ok());
     for (const DeviceStream& stream : taken) queues.giveBack(stream);
   }
+}
+
+// As the stream of a group that ends while its work runs.
+TEST_P(StreamQueuesTest, AStreamThatIsGivenBackBusyServesLater) {
+  Device device(GetParam());
+  StreamQueues& queues = device.queues();
+  std::vector<DeviceStream> taken;
+  for (size_t i = 0; i < GetParam() - 2; ++i)
+    taken.push_back(valueOf(queues.take(StreamRole::kWaits)));
+  device.hold(taken.front());
+  queues.giveBack(taken.front());
+  EXPECT_EQ(queues.take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
+  device.release();
+  EXPECT_TRUE(device.moves(taken.front(), seconds(10)));
+  EXPECT_OK(queues.take(StreamRole::kWaits).status());
+  EXPECT_EQ(queues.take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
 }
 
 TEST_P(StreamQueuesTest, AStreamBesideIsHeldUpByItsStreamOnly) {
@@ -178,7 +217,7 @@ TEST(StreamQueues, TooFewQueuesHaveNoWaits) {
     EXPECT_FALSE(device.queues().hasWaits());
     EXPECT_EQ(device.queues().take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
     EXPECT_FALSE(valueOf(device.queues().reserve(device.devices->defaultStream(0))));
-    EXPECT_OK(device.queues().take(StreamRole::kPrompt).status());
+    EXPECT_TRUE(device.moves(device.queues().prompt(), seconds(10)));
     EXPECT_OK(device.queues().take(StreamRole::kFollows).status());
     EXPECT_EQ(device.queues().checkPrompt().ok(), count == 2);
   }
@@ -190,7 +229,7 @@ TEST(StreamQueues, PromptWorkHasOneOfTwoQueues) {
   StreamQueues& queues = device.queues();
   for (int round = 0; round < 3; ++round) {
     device.hold(valueOf(queues.take(StreamRole::kFollows)));
-    EXPECT_TRUE(device.moves(valueOf(queues.take(StreamRole::kPrompt)), seconds(10)));
+    EXPECT_TRUE(device.moves(queues.prompt(), seconds(10)));
   }
   device.release();
 }
@@ -221,6 +260,89 @@ TEST(StreamQueues, AStreamOfTheProgramTakesItsQueue) {
   for (const DeviceStream& stream : programs) EXPECT_TRUE(device.moves(stream, seconds(10)));
 }
 
+TEST(StreamQueues, AStreamOfTheProgramSharesNoQueueWithAnOwner) {
+  Device device(4);
+  StreamQueues& queues = device.queues();
+  std::vector<DeviceStream> owners;
+  for (int i = 0; i < 2; ++i) owners.push_back(valueOf(queues.take(StreamRole::kWaits)));
+  for (int i = 0; i < 8; ++i) {
+    const DeviceStream program = valueOf(device.devices->createStream(0));
+    if (valueOf(queues.reserve(program))) ADD_FAILURE() << "no queue is left";
+  }
+  queues.giveBack(owners.front());
+  std::vector<DeviceStream> reserved;
+  for (int i = 0; i < 4; ++i) {
+    const DeviceStream program = valueOf(device.devices->createStream(0));
+    if (valueOf(queues.reserve(program))) reserved.push_back(program);
+  }
+  EXPECT_EQ(reserved.size(), 1u);
+  EXPECT_TRUE(valueOf(queues.reserve(reserved.front())));
+  for (const bool isLast : {false, true}) {
+    queues.release(reserved.front());
+    EXPECT_EQ(queues.take(StreamRole::kWaits).ok(), isLast);
+  }
+}
+
+// A program that works on many streams in turn does not use up the queues.
+TEST(StreamQueues, GroupsOnManyStreamsOfTheProgramFindQueues) {
+  Device device(8);
+  StreamQueues& queues = device.queues();
+  for (int round = 0; round < 30; ++round) {
+    const DeviceStream program = valueOf(device.devices->createStream(0));
+    const DeviceStream waits = valueOf(queues.take(StreamRole::kWaits, program));
+    device.hold(waits);
+    EXPECT_TRUE(device.moves(program, seconds(10)));
+    EXPECT_TRUE(device.moves(queues.prompt(), seconds(10)));
+    device.release();
+    queues.giveBack(waits);
+  }
+}
+
+TEST(StreamQueues, PromptWorkLeavesAQueueThatTheProgramHoldsUp) {
+  Device device(4);
+  StreamQueues& queues = device.queues();
+  const DeviceStream first = queues.prompt();
+  device.hold(first);
+  const DeviceStream other = queues.prompt();
+  EXPECT_NE(other.handle, first.handle);
+  EXPECT_TRUE(device.moves(other, seconds(10)));
+  device.release();
+}
+
+TEST(StreamQueues, WithoutWordsOfTheDriverNoStreamWaits) {
+  Device device(8);
+  EXPECT_OK(device.devices->inject(
+      {.call = "awaitWord", .times = 1000, .code = ErrorCode::kUnsupported}));
+  StreamQueues& queues = device.queues();
+  EXPECT_EQ(queues.take(StreamRole::kWaits).status().code(), ErrorCode::kExhausted);
+  EXPECT_OK(queues.take(StreamRole::kFollows).status());
+  EXPECT_TRUE(device.moves(queues.prompt(), seconds(10)));
+}
+
+TEST(StreamQueues, AQueueThatIsNotKnownIsNotGranted) {
+  Device device(4);
+  const DeviceStream held = device.devices->defaultStream(0);
+  device.hold(held);
+  StreamQueues& queues = device.queues();
+  EXPECT_EQ(queues.count(), 3u);
+  device.release();
+  EXPECT_TRUE(device.moves(held, seconds(10)));
+  EXPECT_FALSE(valueOf(queues.reserve(held)));
+}
+
+// As if the program began with work on all of its streams.
+TEST(StreamQueues, QueuesThatAreAllHeldUpAreFoundLater) {
+  Device device(3);
+  std::vector<DeviceStream> held{device.devices->defaultStream(0)};
+  for (int i = 0; i < 2; ++i) held.push_back(valueOf(device.devices->createStream(0)));
+  for (const DeviceStream& stream : held) device.hold(stream);
+  StreamQueues& queues = device.queues();
+  EXPECT_EQ(queues.count(), 0u);
+  device.release();
+  EXPECT_OK(queues.take(StreamRole::kWaits).status());
+  EXPECT_EQ(queues.count(), 3u);
+}
+
 // Whichever queue the program works in first: prompt work goes on while that waits.
 TEST(StreamQueues, TheFirstStreamOfTheProgramIsBesidePromptWork) {
   for (const size_t count : {2, 3, 8}) {
@@ -229,7 +351,7 @@ TEST(StreamQueues, TheFirstStreamOfTheProgramIsBesidePromptWork) {
       DeviceStream program = device.devices->defaultStream(0);
       for (size_t i = 0; i < before; ++i) program = valueOf(device.devices->createStream(0));
       EXPECT_EQ(valueOf(device.queues().reserve(program)), count > 2);
-      const DeviceStream prompt = valueOf(device.queues().take(StreamRole::kPrompt));
+      const DeviceStream prompt = device.queues().prompt();
       device.hold(program);
       EXPECT_TRUE(device.moves(prompt, seconds(10)));
       device.release();

@@ -283,7 +283,7 @@ TEST_F(DeviceStreamTest, WithoutPinnedMemoryATransferFails) {
   }
 }
 
-// Later engines of the process share the stream.
+// The first copy of a device finds its streams.
 TEST_F(DeviceStreamTest, WithoutAStreamATransferFails) {
   Memory here(*devices_, 0, 1000), there(*devices_, -1, 1000);
   const MemoryRegion region = there.region(b_.regions());
