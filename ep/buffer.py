@@ -253,8 +253,9 @@ class Buffer:
         nothing = torch.empty((0, hidden), dtype=torch.bfloat16)
         nowhere = torch.empty((0, 1), dtype=torch.int64)
         self._low_latency().native.dispatch(
-            nothing, nowhere, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=False
-        )
+            nothing, nowhere, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=False,
+            keeps_rows=False,
+        )  # fmt: skip
 
     # ---- memory, streams, settings
 

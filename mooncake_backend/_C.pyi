@@ -478,6 +478,7 @@ class EpBuffer:
         hooked: bool = False,
         cumulative_recv_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
+        keeps_rows: bool = True,
     ) -> tuple[
         torch.Tensor,
         torch.Tensor | None,
@@ -489,6 +490,7 @@ class EpBuffer:
     ]:
         """active_ranks: int32 [R], read as a mask; lost and skipped ranks are 0 after the operation
         background: returns at once; the results are valid after work.wait()
+        keeps_rows: False: the next dispatch may overwrite recv_x, so earlier results stay valid
 
         Returns, with R ranks, L experts of this rank, T tokens at most from each rank, h channels:
         recv_x: [L, R * T, h], bfloat16 or float8_e4m3fn

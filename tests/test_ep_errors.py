@@ -365,6 +365,38 @@ def test_ranks_that_call_different_things(ep):
     ep.call(mismatch_on_rank)
 
 
+def kept_over_a_mismatch_on_rank(me, cleans):
+    both = [ep_crew.inputs(seed, [TOKENS] * SIZE, HIDDEN, TOPK, EXPERTS) for seed in (1, 2)]
+    calls = [(given[me.rank].x, given[me.rank].topk_idx, TOKENS, EXPERTS) for given in both]
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
+    found = [buffer.low_latency_dispatch(*calls[0], use_fp8=False)]
+    if cleans:
+        buffer.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS)
+    tokens = TOKENS - 1 if me.rank == 1 else TOKENS
+    x, topk_idx = (tensor[:tokens] for tensor in calls[1][:2])
+    kind, text = raised(buffer.low_latency_dispatch, x, topk_idx, tokens, EXPERTS, use_fp8=False)
+    assert kind in ("DistBackendError", "RuntimeError"), text
+    if cleans:
+        buffer.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS)
+    found.append(buffer.low_latency_dispatch(*calls[1], use_fp8=False))
+    for one, given in zip(found, both, strict=True):
+        rows = ep_crew.check_dispatch(me, one, given, TOKENS, EXPERTS)
+        answers, mine = ep_crew.my_answers(me, rows, OWNERS), given[me.rank]
+        combined, event, _ = buffer.low_latency_combine(
+            answers, mine.topk_idx, mine.weights, one[2]
+        )
+        missing = event.missing_contributions
+        ep_crew.check_combine(me, combined, missing, given, TOKENS, EXPERTS)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_a_mismatch_leaves_the_rows_of_the_dispatch_before(ep, cleans):
+    if ends_buffers(ep):
+        pytest.skip("it ends the buffer")
+    ep.call(kept_over_a_mismatch_on_rank, cleans)
+
+
 # ---- without ranks
 
 

@@ -412,6 +412,83 @@ def test_a_loss_can_be_an_error(where):
         ranks.results(dead=[1])
 
 
+def repeats_on_rank(me, how, cleans):
+    """The rows of a dispatch stay as they are while a lost one after it is called again."""
+    victim, both = 1, (inputs(), ep_crew.inputs(12, COUNTS, HIDDEN, TOPK, EXPERTS))
+    left, cast = others(victim), {"use_fp8": False}
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS, on_failure="raise")
+    calls = [(given[me.rank].x, given[me.rank].topk_idx, TOKENS, EXPERTS) for given in both]
+
+    def dispatch(call):
+        found = buffer.low_latency_dispatch(*call, **how, **cast)
+        if how:
+            ep_wait(found[3], found[4])
+        return found
+
+    kept = dispatch(calls[0])
+    if cleans:
+        buffer.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS)
+    go(me, "ready", range(SIZE))
+    if me.rank == victim:
+        die()
+    kind, text = raised(dispatch, calls[1])
+    assert kind == "PeerLostError", text
+    if cleans:
+        buffer.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS)
+    repeated = dispatch(calls[1])
+    for found, given, active in zip((kept, repeated), both, (None, left), strict=True):
+        rows = check_dispatch(me, found, given, TOKENS, EXPERTS, active=active, **cast)
+        mine = given[me.rank]
+        combined, event, _ = buffer.low_latency_combine(
+            my_answers(me, rows, OWNERS), mine.topk_idx, mine.weights, found[2]
+        )
+        missing = event.missing_contributions
+        check_combine(
+            me, combined, missing, given, TOKENS, EXPERTS, active=active, still_active=left
+        )
+    buffer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("how", "cleans"),
+    [(HOWS[0], False), (HOWS[0], True), (HOWS[1], False), (HOWS[2], True)],
+    ids=str,
+)
+def test_a_lost_dispatch_is_repeated_beside_one_that_is_kept(how, cleans):
+    with crew(repeats_on_rank, how, cleans) as ranks:
+        ranks.results(dead=[1])
+
+
+def repeats_the_first_on_rank(me):
+    """The first of two dispatches under way is lost. The second keeps its rows."""
+    victim, both = 1, (inputs(), ep_crew.inputs(12, COUNTS, HIDDEN, TOPK, EXPERTS))
+    buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS, on_failure="raise")
+
+    def begin(given):
+        mine = given[me.rank]
+        return buffer.low_latency_dispatch(
+            mine.x, mine.topk_idx, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+
+    go(me, "ready", range(SIZE))
+    if me.rank == victim:
+        die()
+    lost, kept = begin(both[0]), begin(both[1])
+    kind, text = raised(lost[4])
+    assert kind == "PeerLostError", text
+    kept[4]()
+    repeated = begin(both[0])
+    repeated[4]()
+    for found, given in zip((repeated, kept), both, strict=True):
+        check_dispatch(me, found, given, TOKENS, EXPERTS, active=others(victim))
+    buffer.destroy()
+
+
+def test_the_first_of_two_dispatches_is_lost():
+    with crew(repeats_the_first_on_rank) as ranks:
+        ranks.results(dead=[1])
+
+
 # ---- Mooncake's tests: stale data, and a rank that left before
 
 

@@ -137,6 +137,7 @@ EpBuffer::Dispatch EpBuffer::dispatch(const DispatchArguments& given) {
   if (given.addedCounts) run->addedCounts = host.inOut(*given.addedCounts, "cumulative stats");
   if (given.waits) run->waits = host.inOut(*given.waits, "wait stats");
   staging ? makeStagedRows(made, *run) : makeRows(made, *run);
+  if (!staging && given.keepsRows) made.call.kept = call.rows;
   return made;
 }
 
@@ -340,6 +341,7 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
   }
   EpInterrupt interrupt(buffer_->group());
   const auto staging = call.staging;
+  std::byte* const kept = call.kept;
   const bool isOrdered = staging && staging->isOrdered();
   if (isOrdered) throwIfError(buffer_->group().usable());
   auto run = runOf(std::move(call));
@@ -357,6 +359,7 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
     task = buffer_->submit(std::move(run), inBackground || isOrdered);
   }
   interrupt.rethrow();
+  if (kept) buffer_->keepResult(kept, task);
   auto work = std::make_shared<EpTaskWork>(buffer_, std::move(task), staging, options_.blocks);
   if (!inBackground) work->wait();
   return work;

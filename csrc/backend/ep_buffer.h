@@ -68,6 +68,7 @@ class EpBuffer {
     std::shared_ptr<Staging> staging;        // null: CPU tensors, which `run` has read
     std::optional<EpKernels::Call> kernels;  // instead of both
     PeerExperts::Limits limits{};            // of `kernels`
+    std::byte* kept = nullptr;               // memory of the buffer that holds a dispatch's result
   };
   // The end of the caller's wait.
   enum class Ends {
@@ -88,6 +89,7 @@ class EpBuffer {
     int64_t timeoutMicros;  // 0 or less: no rank is skipped before the buffer's timeout
     const std::optional<at::Tensor>& addedCounts;
     const std::optional<at::Tensor>& waits;
+    bool keepsRows;  // false: the next dispatch may overwrite the rows of this one
   };
   // Tensors of ep::DispatchCall. They are filled when the call has ended.
   struct Dispatch {

@@ -158,7 +158,7 @@ Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& top
                     int64_t maxTokens, int numExperts, bool usesFp8, bool roundsScale,
                     bool packsScales, const MaybeTensor& activeRanks, int64_t timeoutMicros,
                     bool inBackground, bool isHooked, const MaybeTensor& addedCounts,
-                    const MaybeTensor& waits) {
+                    const MaybeTensor& waits, bool keepsRows) {
   std::optional<py::gil_scoped_release> unlocked(std::in_place);
   auto made = buffer.dispatch({.x = x,
                                .topk = topk,
@@ -170,7 +170,8 @@ Dispatched dispatch(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& top
                                .activeRanks = activeRanks,
                                .timeoutMicros = timeoutMicros,
                                .addedCounts = addedCounts,
-                               .waits = waits});
+                               .waits = waits,
+                               .keepsRows = keepsRows});
   auto work = buffer.submit(std::move(made.call), endsOf(inBackground, isHooked));
   unlocked.reset();
   return {std::move(made.rows),    std::move(made.scales), std::move(made.counts),
@@ -393,7 +394,8 @@ void bindEp(py::module_& m) {
            py::arg("num_experts"), py::arg("use_fp8"), py::arg("round_scale") = false,
            py::arg("use_ue8m0") = false, py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
            py::arg("background") = false, py::arg("hooked") = false,
-           py::arg("cumulative_recv_stats") = none, py::arg("wait_stats") = none)
+           py::arg("cumulative_recv_stats") = none, py::arg("wait_stats") = none,
+           py::arg("keeps_rows") = true)
       .def("combine", &combine, py::arg("x"), py::arg("topk_idx"), py::arg("topk_weights"),
            py::arg("handle"), py::arg("use_logfmt") = false, py::arg("zero_copy") = false,
            py::arg("out") = none, py::arg("active_ranks") = none, py::arg("timeout_us") = -1,

@@ -66,7 +66,17 @@ Status Buffer::checkRoom(const Shape& shape, const ExpertMap& experts) const {
               ": make it as large as the size hint says"};
 }
 
-std::byte* Buffer::nextRecv() { return memory_->recv(dispatches_++); }
+std::byte* Buffer::nextRecv() {
+  // A failed dispatch is called again, and must not overwrite the result before it.
+  while (!results_.empty() && results_.back().dispatch->hasFailed()) results_.pop_back();
+  const bool isFirstKept = !results_.empty() && results_.back().recv == memory_->recv(0);
+  return memory_->recv(isFirstKept ? 1 : 0);
+}
+
+void Buffer::keepResult(std::byte* recv, std::shared_ptr<Task> dispatch) {
+  results_.push_back({recv, std::move(dispatch)});
+  if (results_.size() > 2) results_.pop_front();
+}
 
 Result<Buffer::NextSend> Buffer::nextSend(Deadline deadline) {
   {

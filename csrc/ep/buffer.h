@@ -19,6 +19,7 @@ class Task {
   explicit Task(std::function<Status()> run) : run_(std::move(run)) {}
   bool isDone() const { return isDone_.load(std::memory_order_acquire); }
   const Status& status() const { return status_; }  // once it is done
+  bool hasFailed() const { return isDone() && !status_.ok(); }
 
  private:
   friend class Buffer;
@@ -60,8 +61,11 @@ class Buffer {
   Status checkRoom(const Shape& shape, const ExpertMap& experts) const;
   // kInvalidArgument: the routing table does not fit into a slot.
   Status checkTable(size_t tokens, size_t topk, int numExperts) const;
-  // Memory into which the next dispatch puts its received rows.
+  // Memory into which the next dispatch puts its received rows: not that of the newest result. Only
+  // this rank writes there, so ranks need not choose the same.
   std::byte* nextRecv();
+  // The rows of this dispatch are a result, in that memory, unless the dispatch fails.
+  void keepResult(std::byte* recv, std::shared_ptr<Task> dispatch);
   // The send memory of the next operation, and the number of that operation. Waits until no rank
   // reads or writes there: see csrc/ep/given_rows.h. kTimeout: earlier calls have not ended.
   struct NextSend {
@@ -99,7 +103,11 @@ class Buffer {
   std::shared_ptr<const ExpertMap> experts_;
   bool isSet_ = false;
   GroupRanks mask_;
-  uint64_t dispatches_ = 0;
+  struct KeptResult {
+    std::byte* recv;
+    std::shared_ptr<Task> dispatch;
+  };
+  std::deque<KeptResult> results_;  // the newest two, in the order of their calls
 
   std::mutex mutex_;  // guards all below
   std::condition_variable changed_;

@@ -28,7 +28,7 @@ struct Memory {
   Hosts hosts;
 
   std::byte* send(uint64_t number) const { return block.data + layout.send(number); }
-  std::byte* recv(uint64_t dispatch) const { return block.data + layout.recv(dispatch); }
+  std::byte* recv(size_t which) const { return block.data + layout.recv(which); }  // 0 or 1
 };
 
 // The facts about a dispatch that its combine needs. Written by the dispatch.

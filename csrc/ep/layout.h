@@ -15,8 +15,8 @@
 //                              then, for each host that does not map us, the rows for it, packed
 //                              then rows of ranks of other hosts: SharedRows
 //                    combine:  [local expert][rank * T + place] rows that the experts made
-//   recv 0, recv 1   the result of a dispatch, [local expert][rank * T + place] rows. Dispatches
-//                    take turns: two results are alive at a time
+//   recv 0, recv 1   the result of a dispatch, [local expert][rank * T + place] rows. A dispatch
+//                    has the memory that the newest result does not have: two are alive at a time
 //
 // A row in sent form: bf16 as it is, or scales (float32) | e4m3 channels, or fields.
 //
@@ -74,7 +74,7 @@ class BufferLayout {
   size_t sendBytes() const { return send_; }
   size_t recvBytes() const { return recv_; }
   size_t send(uint64_t number) const { return (number & 1) * send_; }
-  size_t recv(uint64_t dispatch) const { return 2 * send_ + (dispatch & 1) * recv_; }
+  size_t recv(size_t which) const { return 2 * send_ + which * recv_; }
 
   // Offset of the scales in receive memory, behind this many rows of FP8.
   static size_t scalesOffset(size_t rows, size_t hidden) { return roundUp(rows * hidden, 64); }
