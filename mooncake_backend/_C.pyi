@@ -709,7 +709,7 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int: ...
     def transfer_check_status(self, batch_id: int) -> int:
-        """1: done; 0: under way; -1: failed; -2: timed out. Except for 0 the batch is released."""
+        """1: done; 0: under way; -1: failed, or late. Except for 0 the batch is released."""
 
     def transfer_write_on_cuda(
         self,

@@ -397,7 +397,7 @@ def test_named_functions_exist(document):
 # What is not ours: other programs and their options, the kernel's and torch's names, placeholders.
 _ELSEWHERE = """
     CMakeLists PID SYS_PTRACE TrainingArguments VERB ZeroRedundancyOptimizer accelerate cap cpython
-    cuFlushGPUDirectRDMAWrites
+    cuFlushGPUDirectRDMAWrites MC_SLICE_TIMEOUT
     dmesg efa gdb gnu lots membarrier PET_ON_DEATH ptrace_scope rand spy srun use_cpu x86_64
     --cap-add --kill --log-dir --max-restarts --no-kill --pid --redirects
 """

@@ -739,7 +739,7 @@ def waits_for_a_stopped_one(me):
     assert engine.transfer_sync_write(target, here, there, BYTES) == -1
     took = time.monotonic() - start
     status = until(lambda: engine.transfer_check_status(batch), "its end")
-    assert status == -2
+    assert status == -1
     me.board.set("late")
     me.board.wait("on")
     assert engine.transfer_sync_write(target, here, there, BYTES) == 0

@@ -164,11 +164,10 @@ int TransferCalls::awaitAll(const std::vector<uint64_t>& batches) {
 }
 
 int TransferCalls::check(uint64_t id) {
-  constexpr int kDone = 1, kPending = 0, kFailed = -1, kLate = -2;
+  constexpr int kDone = 1, kPending = 0, kFailed = -1;
   const auto batch = isReady() ? engine_->batch(id) : nullptr;
   if (batch && !batch->isOver()) return kPending;
   if (!isReady() || engine_->release(id) != transfer::kGood) return kFailed;
-  if (batch->hasTimedOut) return kLate;
   return batch->failed == 0 ? kDone : kFailed;
 }
 

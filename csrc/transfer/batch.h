@@ -25,16 +25,9 @@ struct TransferRequest {
   uint64_t bytes = 0;
 };
 
-// The numbers are those of transfer_engine_c.h.
-enum class TaskState : uint8_t {
-  kWaiting,
-  kPending,
-  kInvalid,
-  kCanceled,
-  kCompleted,
-  kTimeout,
-  kFailed
-};
+// The numbers are those of transfer_engine_c.h. A transfer that is late or canceled has failed:
+// programs that poll the C API take any other end for success.
+enum class TaskState : uint8_t { kWaiting = 0, kPending = 1, kCompleted = 4, kFailed = 6 };
 
 struct Task {
   TransferRequest request;
@@ -55,7 +48,6 @@ class Batch {
   std::atomic<size_t> submitted{0};
   std::atomic<size_t> ended{0};  // tasks; a driver's last access to the batch increments it
   std::atomic<size_t> failed{0};
-  std::atomic<bool> hasTimedOut{false};
   // Guarded by the TaskQueue's mutex.
   size_t next = 0;  // index of the first task that no driver has claimed
   bool isQueued = false;

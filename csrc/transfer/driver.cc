@@ -99,9 +99,9 @@ void Driver::await() {
 
 void Driver::begin(Flight& flight) {
   if (context_.stopping.generation() != context_.generation)
-    return end(flight, TaskState::kCanceled, "the engine is closed");
+    return end(flight, TaskState::kFailed, "the engine is closed");
   if (flight.claim.batch->deadline().passed())
-    return end(flight, TaskState::kTimeout, "its deadline has passed before it could begin");
+    return end(flight, TaskState::kFailed, "its deadline has passed before it could begin");
   if (flight.claim.task->request.bytes == 0) return end(flight, TaskState::kCompleted);
   const Status placed = place(flight);
   if (!placed.ok()) return onError(flight, placed.error());
@@ -246,8 +246,7 @@ void Driver::onError(Flight& flight, const Error& error) {
     default:
       break;
   }
-  end(flight, error.code == ErrorCode::kTimeout ? TaskState::kTimeout : TaskState::kFailed,
-      error.message);
+  end(flight, TaskState::kFailed, error.message);
 }
 
 // Asks on another thread: the answer may take long, and this driver's other transfers must not wait
@@ -275,7 +274,6 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
         task->request.opcode == Opcode::kRead ? "a read from " : "a write to ", '"', segment.name(),
         "\" (", task->request.bytes, " bytes) failed: ", why);
   }
-  if (state == TaskState::kTimeout) batch->hasTimedOut = true;
   if (state == TaskState::kCompleted) {
     Engine& engine = context_.engine;
     const uint64_t bytes = task->request.bytes;
@@ -293,7 +291,7 @@ void Driver::end(Flight& flight, TaskState state, const std::string& why) {
   context_.ended.ring();
 }
 
-void Driver::stop(Flight& flight, TaskState state, const char* why) {
+void Driver::stop(Flight& flight, const char* why) {
   if (flight.stage == Flight::Stage::kUnderWay) {
     flight.place.peer->channel->cancel(&flight.completion);
     // No error means success only if the completion has finished.
@@ -302,7 +300,7 @@ void Driver::stop(Flight& flight, TaskState state, const char* why) {
       return end(flight, TaskState::kCompleted);
   }
   if (flight.stage == Flight::Stage::kDue) std::erase(due_, &flight);
-  end(flight, state, why);
+  end(flight, TaskState::kFailed, why);
 }
 
 // Checks the deadline, slot and pause of every flight once the earliest of them is reached, or when
@@ -315,7 +313,7 @@ void Driver::expire() {
   for (Flight* flight : flying_) {
     if (flight->stage == Flight::Stage::kFree) continue;
     if (isStopping) {
-      stop(*flight, TaskState::kCanceled, "the engine was closed");
+      stop(*flight, "the engine was closed");
     } else {
       look(*flight, now);
     }
@@ -324,7 +322,7 @@ void Driver::expire() {
 
 void Driver::look(Flight& flight, Clock::time_point now) {
   const auto deadline = flight.claim.batch->deadline().when();
-  if (deadline <= now) return stop(flight, TaskState::kTimeout, "no answer within its deadline");
+  if (deadline <= now) return stop(flight, "no answer within its deadline");
   nextLook_ = std::min(nextLook_, deadline);
   if (flight.claim.slot == SlotPool::Slot::kCounted) {
     if (flight.begun + SlotPool::kPatience <= now) {

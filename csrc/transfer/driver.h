@@ -68,7 +68,7 @@ class Driver {
   void askAnew(Flight& flight, const Error& error);
   static bool hasNews(const Flight& flight);
   void end(Flight& flight, TaskState state, const std::string& why = {});
-  void stop(Flight& flight, TaskState state, const char* why);
+  void stop(Flight& flight, const char* why);
   void expire();
   void look(Flight& flight, Clock::time_point now);
   void sweep();

@@ -184,6 +184,66 @@ static void initiator(const char* session, char* there) {
   free(memory);
 }
 
+static void serveUntilStopped(int to) {
+  char session[128];
+  char* memory = calloc(4, BYTES);
+  transfer_engine_t engine = newEngine();
+  CHECK(registerLocalMemory(engine, memory, 4 * BYTES, "*", 1) == 0);
+  CHECK(getLocalIpAndPort(engine, session, sizeof session) == 0);
+  CHECK(write(to, session, sizeof session) == sizeof session);
+  CHECK(write(to, &memory, sizeof memory) == sizeof memory);
+  for (;;) pause();
+}
+
+/* A program that polls a batch as NIXL does: only FAILED is a failure, and only WAITING and PENDING
+ * are no end. Returns 1 if all transfers have succeeded, 0 if one is under way, -1 on failure. */
+static int pollOnce(transfer_engine_t engine, batch_id_t batch, size_t count) {
+  int result = 1;
+  for (size_t i = 0; i < count; ++i) {
+    transfer_status_t now;
+    if (getTransferStatus(engine, batch, i, &now) != 0 || now.status == STATUS_FAILED)
+      result = -1;
+    else if (now.status == STATUS_WAITING || now.status == STATUS_PENDING)
+      return 0;
+  }
+  return result;
+}
+
+/* A transfer that is not done in time has failed, for every program. */
+static void stoppedTarget(void) {
+  int up[2], result = 0;
+  char session[128], *there, *memory = calloc(4, BYTES);
+  setenv("MOONCAKE_TRANSPORTS", "tcp", 1); /* memory of a stopped process can be mapped and read */
+  setenv("MC_TRANSFER_TIMEOUT", "5", 1);
+  CHECK(pipe(up) == 0);
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(100);
+    serveUntilStopped(up[1]);
+  }
+  CHECK(read(up[0], session, sizeof session) == sizeof session);
+  CHECK(read(up[0], &there, sizeof there) == sizeof there);
+  transfer_engine_t engine = newEngine();
+  CHECK(registerLocalMemory(engine, memory, 4 * BYTES, "*", 1) == 0);
+  const segment_id_t segment = openSegment(engine, session);
+  CHECK(segment > 0);
+  transfer_request_t reading = {OPCODE_READ, memory, segment, (uint64_t)(uintptr_t)there,
+                                4 * BYTES};
+  for (int isStopped = 0; isStopped < 2; ++isStopped) {
+    if (isStopped) CHECK(kill(child, SIGSTOP) == 0);
+    batch_id_t batch = allocateBatchID(engine, 8);
+    CHECK(submitTransfer(engine, batch, &reading, 1) == 0);
+    for (int looks = 0; looks < 30000 && (result = pollOnce(engine, batch, 1)) == 0; ++looks)
+      poll(NULL, 0, 1);
+    CHECK(result == (isStopped ? -1 : 1));
+    CHECK(freeBatchID(engine, batch) == 0);
+  }
+  CHECK(kill(child, SIGKILL) == 0 && waitpid(child, NULL, 0) == child);
+  destroyTransferEngine(engine);
+  free(memory);
+}
+
 /* Which network cards are asked for is heard: those of libfabric's provider over TCP, where it is.
  */
 static void cards(void) {
@@ -229,5 +289,6 @@ int main(void) {
   initiator(session, there);
   CHECK(write(down[1], "x", 1) == 1);
   CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  stoppedTarget();
   return 0;
 }

@@ -42,6 +42,8 @@ struct transfer_request {
 };
 typedef struct transfer_request transfer_request_t;
 
+/* A transfer ends as COMPLETED or FAILED. One that is late or canceled has failed: programs take
+ * the other numbers for success. */
 #define STATUS_WAITING (0)
 #define STATUS_PENDING (1)
 #define STATUS_INVALID (2)
