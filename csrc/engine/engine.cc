@@ -217,6 +217,8 @@ EngineCounters Engine::counters() const {
   now.bytesRead = bytesRead_.load(std::memory_order_relaxed);
   now.bytesWritten = bytesWritten_.load(std::memory_order_relaxed);
   now.pending = calling_.size();
+  now.messages = outbox_->accepted().messages;
+  now.messageBytes = outbox_->accepted().bytes;
   now.addresses = endpoints_.size();
   for (const auto& transport : transports_) {
     const CardCounters moved = transport->cardCounters();

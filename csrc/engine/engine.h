@@ -55,15 +55,17 @@ Bytes publicKey();
 
 // Counts what an engine has done, and what exists now.
 struct EngineCounters {
-  uint64_t opened = 0;       // channels opened, called or accepted
-  uint64_t reused = 0;       // calls of open() answered with an existing channel
-  uint64_t active = 0;       // peers that are connected
-  uint64_t pending = 0;      // calls under way
-  uint64_t retries = 0;      // calls after the first one for a channel, and reconnections
-  uint64_t connections = 0;  // open now, of all peers
-  uint64_t addresses = 0;    // of peers, kept for reconnecting
-  uint64_t collected = 0;    // idle connections ended, and records of lost peers dropped
-  uint64_t bytesRead = 0;    // of successful transfers, as far as countRead() was told
+  uint64_t opened = 0;        // channels opened, called or accepted
+  uint64_t reused = 0;        // calls of open() answered with an existing channel
+  uint64_t active = 0;        // peers that are connected
+  uint64_t pending = 0;       // calls under way
+  uint64_t retries = 0;       // calls after the first one for a channel, and reconnections
+  uint64_t connections = 0;   // open now, of all peers
+  uint64_t addresses = 0;     // of peers, kept for reconnecting
+  uint64_t collected = 0;     // idle connections ended, and records of lost peers dropped
+  uint64_t messages = 0;      // taken by send()
+  uint64_t messageBytes = 0;  // of these messages
+  uint64_t bytesRead = 0;     // of successful transfers, as far as countRead() was told
   uint64_t bytesWritten = 0;
   CardCounters byCards;  // of all that network cards move, collectives included
 };

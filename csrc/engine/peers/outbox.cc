@@ -25,6 +25,8 @@ Status Outbox::send(Peer& peer, uint64_t topic, ByteView message) {
     isFirst = waiting_.empty();
     waiting_.emplace_back(peer.shared_from_this(), MessageRouter::encode(topic, message));
     bytes_ += message.size();
+    ++accepted_.messages;
+    accepted_.bytes += message.size();
   }
   if (loop_.onLoopThread()) {
     flush();
@@ -32,6 +34,11 @@ Status Outbox::send(Peer& peer, uint64_t topic, ByteView message) {
     loop_.post([this] { flush(); });
   }
   return {};
+}
+
+Outbox::Accepted Outbox::accepted() const {
+  std::lock_guard lock(mutex_);
+  return accepted_;
 }
 
 void Outbox::flush() {

@@ -24,14 +24,21 @@ class Outbox {
   Status send(Peer& peer, uint64_t topic, ByteView message);
   // Sends all queued messages, on this thread.
   void flush();
+  // Counts all messages that send() has taken, and their bytes.
+  struct Accepted {
+    uint64_t messages = 0;
+    uint64_t bytes = 0;
+  };
+  Accepted accepted() const;
 
  private:
   EventLoop& loop_;
   const std::string logName_;
-  std::mutex sendingMutex_;  // one flush() at a time, or messages would overtake each other
-  std::mutex mutex_;         // guards the fields below; taken after sendingMutex_
+  std::mutex sendingMutex_;   // one flush() at a time, or messages would overtake each other
+  mutable std::mutex mutex_;  // guards the fields below; taken after sendingMutex_
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> waiting_;
   size_t bytes_ = 0;
+  Accepted accepted_;
 };
 
 }  // namespace mooncake
