@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "base/deadline.h"
@@ -18,5 +19,44 @@ inline Clock::duration jittered(Clock::duration pause) {
   constexpr int64_t kSteps = 1024;
   return pause / 2 + pause * int64_t(random() % kSteps) / (2 * kSteps);
 }
+
+// Says when a message that is sent to many peers is sent again. Every pause is twice the last one,
+// and is jittered. The message is sent again `budget` times at most.
+class Repetition {
+ public:
+  struct Limits {
+    Clock::duration first{};  // first pause
+    Clock::duration most{};   // longest pause
+    int budget = std::numeric_limits<int>::max();
+  };
+
+  Repetition(const Limits& limits, Clock::time_point now)
+      : limits_(limits),
+        pause_(std::min(limits.first, limits.most)),
+        next_(now + jittered(pause_)) {}
+
+  // Returns whether the message is due. If so, counts it and begins the next pause.
+  bool takeDue(Clock::time_point now) {
+    if (count_ >= limits_.budget || now < next_) return false;
+    ++count_;
+    pause_ = doubled(pause_, limits_.most);
+    next_ = now + jittered(pause_);
+    return true;
+  }
+  int count() const { return count_; }  // of repetitions so far
+  // When the message is due next; never if the budget is spent.
+  Clock::time_point next() const {
+    return count_ < limits_.budget ? next_ : Clock::time_point::max();
+  }
+
+ private:
+  Limits limits_;
+  Clock::duration pause_;
+  Clock::time_point next_;
+  int count_ = 0;
+};
+
+// First pause of a repetition among many ranks: the time that a busy host needs to run each once.
+inline Clock::duration pauseFor(int ranks) { return ranks * std::chrono::milliseconds(4); }
 
 }  // namespace mooncake

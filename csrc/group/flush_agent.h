@@ -135,6 +135,7 @@ class FlushAgent final : public Membership::Listener,
   // Intervals of waits that no doorbell ends: between looks at mapped words, and between questions.
   static constexpr auto kLookAtWords = std::chrono::milliseconds(1);
   static constexpr auto kAskAgain = std::chrono::milliseconds(20);
+  static constexpr auto kMostPause = std::chrono::seconds(1);  // between questions
 
   // Holds the lock, and has told the machine how far the caller is. The destructor empties the
   // outbox.

@@ -1,35 +1,81 @@
 // How a rank leaves its group: it waits until every other member has ended the same operations.
+#include <algorithm>
+
+#include "base/backoff.h"
 #include "base/failpoint.h"
 #include "group/flush_agent.h"
 
 namespace mooncake {
+namespace {
 
+// How often members are asked at most.
+constexpr int kMostRepetitions = 16;
+// How long a rank that leaves collects goodbyes, as a multiple of the first pause. The other ranks
+// that leave, too, are gone by then.
+constexpr int kGoodbyes = 4;
+// Number of members that are asked at first. Each later time asks eight times as many.
+constexpr size_t kAskedFirst = 2;
+
+}  // namespace
+
+// Members that leave tell each other (FlushMachine::leaving). A member that does not leave yet is
+// asked. The first pause gives all members the time to come, so that most need neither a question
+// nor our leave report.
 void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
   const auto size = static_cast<int>(options_.jobRanks.size());
-  const auto isDone = [&](int r) {
-    return r == options_.rank || !isActive(r) || endedOf(r) >= number;
-  };
-  const auto allDone = [&] {
-    for (int r = 0; r < size; ++r) {
-      if (!isDone(r)) return false;
+  const auto hasEnded = [&](int r) {
+    if (r == options_.rank || !machine_.isActive(r)) return true;
+    if (const auto& peer = *membership_.peer(options_.jobRanks[size_t(r)]); peer.disconnected) {
+      const auto how = peer.evidence.kind;
+      if (how == Evidence::Kind::kGoodbye || how == Evidence::Kind::kEnded) {
+        machine_.saidGoodbye(r);
+        return true;
+      }
     }
-    return true;
+    if (const auto* word = owner_.endedWordOf(r))
+      machine_.peerHasEnded(r, word->load(std::memory_order_acquire));
+    return machine_.knownEnded()[size_t(r)] >= number;
   };
-  for (auto ask = Clock::now(); !allDone() && owner_.usable().ok() && !deadline.passed();) {
-    Clock::duration look = kAskAgain;
-    for (int r = 0; r < size; ++r) {
-      if (isDone(r)) continue;
-      if (owner_.endedWordOf(r)) {
-        look = kLookAtWords;
-      } else if (Clock::now() >= ask) {
-        const Step step(*this);
-        FlushAction::Tell question{{r}, {.kind = FlushMessage::Kind::kAsk}};
+  std::vector<int> missing;  // members that have not ended, those just below us first
+  Repetition asking({pauseFor(size), kMostPause, kMostRepetitions}, Clock::now());
+  Repetition looking({kLookAtWords, kAskAgain}, Clock::now());
+  const auto isOver = [&] {
+    missing.clear();
+    for (int back = 1; back < size; ++back) {
+      const int r = (options_.rank + size - back) % size;
+      if (!hasEnded(r)) missing.push_back(r);
+    }
+    return missing.empty() && (asking.count() > 0 || machine_.doAllLeave());
+  };
+  const auto holdGoodbyes = [&] {
+    membership_.holdGoodbyes(Clock::now() +
+                             std::min<Clock::duration>(kGoodbyes * pauseFor(size), kMostPause));
+  };
+  holdGoodbyes();
+  while (owner_.usable().ok() && !deadline.passed()) {
+    Clock::time_point look = asking.next();
+    {
+      const Step step(*this);
+      const bool isDue = asking.takeDue(Clock::now());
+      const bool wasOver = isOver();
+      take(machine_.leaving(number));
+      if (wasOver) return holdGoodbyes();
+      if (std::erase_if(missing, [&](int r) { return owner_.endedWordOf(r) != nullptr; }) > 0) {
+        (void)looking.takeDue(Clock::now());
+        look = std::min(look, looking.next());
+      }
+      if (isDue) {
+        holdGoodbyes();
+        // The members just below us have heard of most.
+        missing.resize(std::min(missing.size(), kAskedFirst << 3 * (asking.count() - 1)));
+        FlushAction::Tell question{missing, {.kind = FlushMessage::Kind::kAsk}};
         take(question);
       }
     }
-    if (Clock::now() >= ask) ask = Clock::now() + kAskAgain;
-    Waiter waiter = owner_.waiter(deadline.earlier(Deadline::after(look)));
-    waiter.until(allDone);
+    owner_.waiter(deadline.earlier(Deadline::at(look))).until([&] {
+      std::lock_guard lock(mutex_);
+      return isOver();
+    });
   }
 }
 

@@ -13,7 +13,7 @@ namespace {
 //   u8 count, then for each operation that ended without some ranks, ascending:
 //     u64 number  contributors  skipped
 // An error:  u8 code  string message
-// Message:  u8 kind | report, or u64 ended; nothing for kAsk
+// Message:  u8 kind | report, or u64 ended  set also ended  set leaving; nothing for kAsk
 constexpr size_t kMostText = 1024;
 
 void writeError(ByteWriter& out, const Error& error) {
@@ -203,6 +203,8 @@ Bytes encodeFlushMessage(const FlushMessage& message) {
   out.put(static_cast<uint8_t>(message.kind));
   if (message.kind == Kind::kEnded) {
     out.put(message.ended);
+    message.alsoEnded.write(out);
+    message.leaving.write(out);
   } else if (message.kind != Kind::kAsk) {
     out.putRaw(encodeFlushReport(message.report));
   }
@@ -224,13 +226,17 @@ Result<FlushMessage> decodeFlushMessage(ByteView bytes, int size) {
     }
     case Kind::kEnded:
       message.ended = in.get<uint64_t>();
-      [[fallthrough]];
+      message.alsoEnded = GroupRanks::read(in);
+      message.leaving = GroupRanks::read(in);
+      MOONCAKE_TRY(in.finish("flush message"));
+      if (message.alsoEnded.end() <= size && message.leaving.end() <= size) return message;
+      break;
     case Kind::kAsk:
       MOONCAKE_TRY(in.finish("flush message"));
       return message;
   }
   return Error{ErrorCode::kProtocol,
-               "a flush message is of an unknown kind: do all ranks run the "
+               "a flush message does not make sense: do all ranks run the "
                "same version?"};
 }
 

@@ -91,12 +91,17 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size);
 
 // A message between members of a group about its flushes.
 struct FlushMessage {
-  // kEnded answers kAsk. kRepeat repeats a report, and asks for the missing one of the receiver.
+  // kEnded answers kAsk, and goes from rank to rank when a group ends. kRepeat repeats a report, and
+  // asks for the missing one of the receiver.
   enum class Kind : uint8_t { kReport = 1, kEnded, kLeft, kAsk, kRepeat };
 
   Kind kind = Kind::kReport;
   FlushReport report;  // for kReport, kLeft, kRepeat
-  uint64_t ended = 0;  // for kEnded: the last operation that the sender has ended
+  // For kEnded: the last operation that the sender has ended, the ranks of which the sender knows
+  // that they have ended it, too, and the ranks of which it knows that they leave after it.
+  uint64_t ended = 0;
+  GroupRanks alsoEnded;
+  GroupRanks leaving;
 };
 
 Bytes encodeFlushMessage(const FlushMessage& message);

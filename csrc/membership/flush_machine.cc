@@ -27,7 +27,9 @@ std::string describe(const FlushReport& report) {
 }  // namespace
 
 FlushMachine::FlushMachine(Options options)
-    : options_(std::move(options)), knownEnded_(static_cast<size_t>(options_.size)) {
+    : options_(std::move(options)),
+      knownEnded_(static_cast<size_t>(options_.size)),
+      leaveAfter_(static_cast<size_t>(options_.size)) {
   for (int r = 0; r < options_.size; ++r) active_.push_back(r);
   members_ = decided_ = active_;
 }
@@ -115,7 +117,14 @@ Error FlushMachine::lostError() const {
 
 // -- messages
 
-FlushMessage FlushMachine::endedNow() const { return {.kind = Kind::kEnded, .ended = ended_}; }
+FlushMessage FlushMachine::endedNow() const {
+  FlushMessage message{.kind = Kind::kEnded, .ended = ended_};
+  for (int r = 0; r < options_.size; ++r) {
+    if (r == options_.rank || knownEnded_[r] >= ended_) message.alsoEnded.add(r);
+    if (r == options_.rank ? leavingAfter_.has_value() : leavesWithUs(r)) message.leaving.add(r);
+  }
+  return message;
+}
 
 void FlushMachine::tellAll(FlushMessage message, FlushActions& actions) const {
   std::vector<int> others;
@@ -275,6 +284,45 @@ FlushActions FlushMachine::caughtUp() {
   return actions;
 }
 
+// -- how a rank leaves
+
+bool FlushMachine::hasHeardOf(int rank) const {
+  return rank == options_.rank || knownEnded_[rank] >= ended_ || !isActive(rank) ||
+         gone_.contains(rank);
+}
+
+bool FlushMachine::leavesWithUs(int rank) const {
+  return gone_.contains(rank) || (leaveAfter_[rank] != 0 && leaveAfter_[rank] == ended_);
+}
+
+bool FlushMachine::doAllLeave() const {
+  return std::ranges::all_of(
+      active_, [&](int r) { return r == options_.rank || left_.contains(r) || leavesWithUs(r); });
+}
+
+FlushActions FlushMachine::leaving(uint64_t number) {
+  FlushActions actions;
+  leavingAfter_ = number;
+  passOn(actions);
+  return actions;
+}
+
+// The order of the ranks is that of the last attempt: it is the same on all ranks that ended the
+// operation in it. A rank whose order differs is asked (FlushAgent::awaitEnded).
+void FlushMachine::passOn(FlushActions& actions) {
+  const auto self = std::ranges::find(members_, options_.rank);
+  if (!leavingAfter_ || leaveReport_ || ended_ < *leavingAfter_ || self == members_.end()) return;
+  const size_t size = members_.size(), place = size_t(self - members_.begin());
+  for (; size_t(1) << rounds_ < size; ++rounds_) {
+    const size_t span = size_t(1) << rounds_;
+    for (size_t back = 1; back < span; ++back) {
+      if (!hasHeardOf(members_[(place + size - back) % size])) return;
+    }
+    const int next = members_[(place + span) % size];
+    if (isActive(next)) actions.emplace_back(FlushAction::Tell{{next}, endedNow()});
+  }
+}
+
 // Without order on the wire, or after a reconnect, the leave report may arrive before our last
 // report or in its place. So it repeats that report. It says how operations ended: a receiver of
 // the leave report alone would take a failed operation for a good one. It names the attempt that we
@@ -287,7 +335,18 @@ FlushActions FlushMachine::leave() {
     leaveReport_->hasBegun = lastSaid_.hasBegun;
     leaveReport_->wantsToSkip = lastSaid_.wantsToSkip;
   }
-  tellAll({.kind = Kind::kLeft, .report = *leaveReport_}, actions);
+  std::vector<int> others;
+  // Ranks that leave with us have heard from us, or from ranks that we have told.
+  const bool areTold = leavingAfter_ && ended_ >= *leavingAfter_ &&
+                       std::ranges::all_of(active_, [&](int r) { return hasHeardOf(r); });
+  for (const int r : active_) {
+    if (r != options_.rank && !left_.contains(r) && !(areTold && leavesWithUs(r)))
+      others.push_back(r);
+  }
+  if (!others.empty()) {
+    actions.emplace_back(
+        FlushAction::Tell{std::move(others), {.kind = Kind::kLeft, .report = *leaveReport_}});
+  }
   // From now on this rank takes part in no flush: a report would count it as a member.
   isFrozen_ = false;
   repeatAt_.reset();
@@ -334,11 +393,15 @@ FlushActions FlushMachine::received(int from, const FlushMessage& message, Clock
       hear(message.report, now, actions);
       break;
     case Kind::kEnded:
-      knownEnded_[from] = std::max(knownEnded_[from], message.ended);
+      peerHasEnded(from, message.ended);
+      message.alsoEnded.forEach([&](int r) { peerHasEnded(r, message.ended); });
+      message.leaving.forEach(
+          [&](int r) { leaveAfter_[r] = std::max(leaveAfter_[r], message.ended); });
+      passOn(actions);
       actions.emplace_back(FlushAction::LookUp{});
       break;
     case Kind::kLeft:
-      knownEnded_[from] = std::max(knownEnded_[from], message.report.ended);
+      peerHasEnded(from, message.report.ended);
       note(actions, newest(), options_.nameRank(from), " has left, it ", describe(message.report));
       left_[from] = message.report;
       actions.emplace_back(FlushAction::Interrupt{});

@@ -120,6 +120,19 @@ class FlushMachine {
   FlushActions caughtUp();
   // All ranks that run leftOutOf() have ended it, so it ends here, too.
   FlushActions skipped();
+  // The caller is to leave after this operation. Ranks that leave tell each other in log2(n) rounds
+  // of one message, as in a dissemination barrier: in round i, once a rank knows that the last 2^i
+  // ranks up to itself have ended the operation, it tells the rank 2^i further on. Call it again
+  // after peerHasEnded().
+  FlushActions leaving(uint64_t number);
+  void peerHasEnded(int rank, uint64_t number) {
+    knownEnded_[rank] = std::max(knownEnded_[rank], number);
+  }
+  // The rank has said goodbye to the job, though the view may still have it: it needs nothing.
+  void saidGoodbye(int rank) { gone_.add(rank); }
+  // True if every other active member is known to leave after the same operation. No rank then
+  // needs our leave report.
+  bool doAllLeave() const;
   // The caller has ended its last operation, and so have all other members.
   FlushActions leave();
 
@@ -189,6 +202,9 @@ class FlushMachine {
   void act(const FlushDecision& decision, const Reports& reports, FlushActions& actions);
   void supply(const FlushDecision& decision, const Reports& reports, FlushActions& actions) const;
   FlushMessage endedNow() const;
+  bool hasHeardOf(int rank) const;
+  bool leavesWithUs(int rank) const;
+  void passOn(FlushActions& actions);
   void tellAll(FlushMessage message, FlushActions& actions) const;
   template <typename... Words>
   void note(FlushActions& actions, const Attempt& attempt, const Words&... words) const;
@@ -216,7 +232,11 @@ class FlushMachine {
   std::map<int, FlushReport> reports_;      // for target_
   std::map<int, FlushReport> left_;         // by leaver: stands for its report in every later flush
   std::vector<uint64_t> knownEnded_;
-  std::deque<FailedOperation> failed_;  // the last kRemembered, ascending
+  std::optional<uint64_t> leavingAfter_;  // set by leaving()
+  std::vector<uint64_t> leaveAfter_;      // by rank: known to leave after it; 0: not known
+  GroupRanks gone_;                       // ranks that have said goodbye
+  int rounds_ = 0;                        // rounds of leaving() that are done
+  std::deque<FailedOperation> failed_;    // the last kRemembered, ascending
   uint64_t toTake_ = 0;
   uint64_t begun_ = 0;       // the last operation that the caller published
   uint64_t skips_ = 0;       // the operation that it wishes to run without late ranks

@@ -4,6 +4,7 @@
 #include <future>
 #include <utility>
 
+#include "base/backoff.h"
 #include "base/crypto.h"
 #include "base/log.h"
 #include "membership/loss_waits.h"
@@ -19,6 +20,10 @@ ViewAgreement::Timing timingFor(milliseconds failureTimeout) {
   return {.grace = std::clamp(failureTimeout / 60, milliseconds(20), milliseconds(50)),
           .resend = std::clamp(failureTimeout / 10, milliseconds(50), milliseconds(500))};
 }
+
+// Longest time for which goodbyes are collected, unless the job is so large that the first pause is
+// longer.
+constexpr Clock::duration kMostGoodbyePause = milliseconds(250);
 
 // Reason in the goodbye of a rank that is over, for peers that still count it as a member.
 constexpr const char* kGaveUp = "it took itself to be on the smaller side and gave up";
@@ -197,9 +202,41 @@ void Membership::onEvidence(const std::vector<EngineId>& peers, const Evidence& 
   for (const EngineId& id : peers) {
     if (const auto found = ranks_.find(id); found != ranks_.end()) ranks.add(found->second);
   }
+  if (holdGoodbye(ranks, evidence)) return armTimer();
+  takeGoodbyes();  // came first
   ranks.forEach([&](int rank) { evidence_[rank] = evidence; });
   judge(ranks, evidence);
   takeHeld();
+}
+
+// Each judgement of a goodbye is a report to all ranks, and at the end of a job all ranks say
+// goodbye. So the goodbyes that follow another one soon wait for a pause, which doubles while they
+// go on coming.
+bool Membership::holdGoodbye(const JobRanks& ranks, const Evidence& evidence) {
+  if (!evidence.isGoodbye() && evidence.kind != Evidence::Kind::kEnded) return false;
+  const auto now = Clock::now();
+  if (now < goodbyesHeldUntil_ || hasLeft_.load(std::memory_order_acquire)) {
+    goodbyes_.emplace_back(ranks, evidence);
+    return true;
+  }
+  const auto first = pauseFor(size());
+  const bool isAlone = now >= goodbyesHeldUntil_ + goodbyePause_;
+  goodbyePause_ = isAlone ? first : doubled(goodbyePause_, std::max(first, kMostGoodbyePause));
+  goodbyesHeldUntil_ = now + jittered(goodbyePause_);
+  return false;
+}
+
+// A rank that has left itself has no use for them.
+void Membership::takeGoodbyes() {
+  if (hasLeft_.load(std::memory_order_acquire)) goodbyes_.clear();
+  for (const auto& [ranks, evidence] : std::exchange(goodbyes_, {})) {
+    ranks.forEach([&](int rank) { evidence_[rank] = evidence; });
+    judge(ranks, evidence);
+  }
+}
+
+void Membership::holdGoodbyes(Clock::time_point until) {
+  engine_->loop().post([this, until] { goodbyesHeldUntil_ = std::max(goodbyesHeldUntil_, until); });
 }
 
 void Membership::judge(const JobRanks& ranks, const Evidence& evidence) {
@@ -458,12 +495,15 @@ void Membership::armTimer() {
   auto next = isStopped_ ? std::nullopt : agreement_.nextTick();
   if (const auto until = isStopped_ ? std::nullopt : held_.nextTick())
     next = next ? std::min(*next, *until) : until;
+  if (!isStopped_ && !goodbyes_.empty())
+    next = next ? std::min(*next, goodbyesHeldUntil_) : goodbyesHeldUntil_;
   if (next == timerAt_) return;
   engine_->loop().cancel(timer_);
   timerAt_ = next;
   if (!next) return;
   timer_ = engine_->loop().runAt(Deadline::at(*next), [this] {
     timerAt_.reset();
+    if (Clock::now() >= goodbyesHeldUntil_) takeGoodbyes();
     takeHeld();
     act(agreement_.tick(Clock::now()));
   });

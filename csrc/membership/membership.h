@@ -70,6 +70,10 @@ class Membership {
   // Called before the goodbye: from then on a view without us ends nothing here. Any thread.
   void leave() { hasLeft_.store(true, std::memory_order_release); }
 
+  // Until then goodbyes of other ranks are collected, and judged together. A rank that leaves calls
+  // it: as the other ranks leave, too, no rank needs its reports of their goodbyes. Any thread.
+  void holdGoodbyes(Clock::time_point until);
+
   View view() const;        // any thread
   Status standing() const;  // ok, or the error of onOver()
   // True if standing() is an error. True before any group hears of it, so a caller that heard of it
@@ -101,6 +105,8 @@ class Membership {
 
   // ---- all on the loop's thread
   void onEvidence(const std::vector<EngineId>& peers, const Evidence& evidence);
+  bool holdGoodbye(const JobRanks& ranks, const Evidence& evidence);
+  void takeGoodbyes();
   void judge(const JobRanks& ranks, const Evidence& evidence);
   void onReconnected(const EngineId& id);
   void onExited(int rank);
@@ -131,7 +137,10 @@ class Membership {
   ViewAgreement agreement_;
   HeldReports held_;
   std::vector<Listener*> listeners_;
-  std::map<int, Evidence> evidence_;  // our own evidence, by rank
+  std::map<int, Evidence> evidence_;                     // our own evidence, by rank
+  std::vector<std::pair<JobRanks, Evidence>> goodbyes_;  // not judged yet
+  Clock::time_point goodbyesHeldUntil_{};
+  Clock::duration goodbyePause_{};
   Bytes published_;
   JobRanks sendTo_;  // ranks to which the report is due
   bool isSending_ = false;

@@ -285,7 +285,7 @@ TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
   EXPECT_EQ(agent(2).viewWhenIdle()->active, (std::vector{0, 1, 2})) << "it is not lost";
 
   const auto hasEnded = [](int rank) {
-    return Letter{rank, 2, ByteWriter().put(kEnded).put(kFirst).take()};
+    return Letter{rank, 2, ByteWriter().put(kEnded).put(kFirst).put(uint64_t(0)).take()};
   };
   agent(0).end(kFirst, {});
   auto late = std::async(std::launch::async, [&] { return agent(2).begin(kFirst); });

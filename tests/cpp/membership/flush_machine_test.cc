@@ -108,6 +108,79 @@ TEST(FlushMachine, WhoAsksIsAnsweredWithTheReportOrTheFarewell) {
   EXPECT_EQ(answers[0].message.kind, Kind::kLeft);
 }
 
+// Ranks that leave after operation 1. Their messages arrive in the order of sending.
+struct Leavers {
+  explicit Leavers(int size) {
+    for (int r = 0; r < size; ++r) {
+      machines.push_back(machineOf(r, size));
+      machines.back().hasEnded(1);
+    }
+  }
+  // Delivers all messages that follow. Counts them.
+  void leaving(int rank) { carryOut(rank, machines[size_t(rank)].leaving(1)); }
+  void carryOut(int rank, const FlushActions& actions) {
+    for (const auto& told : all<FlushAction::Tell>(actions)) {
+      for (const int to : told.to) {
+        ++sent;
+        auto bytes = encodeFlushMessage(told.message);
+        const auto message = decodeFlushMessage(bytes, int(machines.size()));
+        ASSERT_TRUE(message.ok());
+        carryOut(to, machines[size_t(to)].received(rank, *message, kNow));
+      }
+    }
+  }
+  bool knowsAll(int rank) const {
+    return std::ranges::all_of(machines, [&](const FlushMachine& one) {
+      const auto r = size_t(&one - machines.data());
+      return int(r) == rank || machines[size_t(rank)].knownEnded()[r] >= 1;
+    });
+  }
+
+  std::vector<FlushMachine> machines;
+  int sent = 0;
+};
+
+TEST(FlushMachine, RanksThatLeaveTogetherSendAFewMessagesEach) {
+  for (const auto& [size, rounds] : {std::pair(2, 1), {3, 2}, {5, 3}, {64, 6}, {128, 7}}) {
+    Leavers ranks(size);
+    for (int r = size - 1; r > 0; --r) ranks.leaving(r);
+    EXPECT_FALSE(ranks.machines[1].doAllLeave());
+    ranks.leaving(0);
+    EXPECT_EQ(ranks.sent, size * rounds);
+    for (int r = 0; r < size; ++r) {
+      EXPECT_TRUE(ranks.knowsAll(r));
+      EXPECT_TRUE(ranks.machines[size_t(r)].doAllLeave());
+      EXPECT_TRUE(all<FlushAction::Tell>(ranks.machines[size_t(r)].leave()).empty())
+          << "no rank needs its leave report";
+    }
+  }
+}
+
+TEST(FlushMachine, ARankThatStaysGetsTheLeaveReports) {
+  Leavers ranks(4);
+  for (int r = 0; r < 3; ++r) ranks.leaving(r);
+  EXPECT_FALSE(ranks.knowsAll(0));
+  ranks.carryOut(0, {FlushAction::Tell{{3}, {.kind = Kind::kAsk}}});
+  EXPECT_TRUE(ranks.knowsAll(0)) << "rank 3 says that it has ended the operation";
+  EXPECT_FALSE(ranks.machines[0].doAllLeave());
+  const auto told = all<FlushAction::Tell>(ranks.machines[0].leave());
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_EQ(told[0].message.kind, Kind::kLeft);
+  EXPECT_TRUE(std::ranges::find(told[0].to, 3) != told[0].to.end());
+}
+
+// Its operation may have ended here only because of an abort that the other ranks do not know of.
+TEST(FlushMachine, ARankThatIsBehindTellsAllThatItLeaves) {
+  FlushMachine machine = machineOf(0, 3);
+  machine.hasEnded(1);
+  FlushMessage theirs{.kind = Kind::kEnded, .ended = 1, .alsoEnded = {1, 2}, .leaving = {1, 2}};
+  machine.received(1, theirs, kNow);
+  EXPECT_TRUE(all<FlushAction::Tell>(machine.leaving(2)).empty());
+  const auto told = all<FlushAction::Tell>(machine.leave());
+  ASSERT_EQ(told.size(), 1u);
+  EXPECT_EQ(told[0].to, (std::vector{1, 2}));
+}
+
 // Puts and reports that a peer sent because of the last decision may be lost.
 TEST(FlushMachine, AConnectionMadeAgainStartsARoundForWhoIsInAnOperation) {
   FlushMachine machine = machineOf(0, 2);
