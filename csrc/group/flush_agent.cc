@@ -292,8 +292,9 @@ Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
     std::lock_guard lock(mutex_);
     return machine_.isSlotFree(number);
   };
+  Repetition asking({resendAfter(env), kMostPause}, Clock::now());
   for (;;) {
-    const Waiter waiter = owner_.waiter(budget.earlier(Deadline::after(resendAfter(env))));
+    const Waiter waiter = owner_.waiter(budget.earlier(Deadline::at(asking.next())));
     const auto how = waiter.until([&] { return (isBusy && isFrozen()) || isFree(); });
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
     if (isBusy && isFrozen()) return {ErrorCode::kInterrupted, ""};
@@ -307,6 +308,7 @@ Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
                                             "group and make it again"});
     }
     // A member's message that it has ended the operation may be lost.
+    if (!asking.takeDue(Clock::now())) continue;
     const Step step(*this);
     take(machine_.askForSlot(number));
   }

@@ -1,4 +1,5 @@
 // How a rank ends an operation that the others run without it.
+#include "base/backoff.h"
 #include "base/failpoint.h"
 #include "group/flush_agent.h"
 
@@ -22,7 +23,8 @@ bool FlushAgent::haveEnded(const GroupRanks& ranks, uint64_t number) const {
 // Needs no deadline of its own: the contributors' operation has one. The loss of a contributor
 // begins a flush, which ends this wait.
 Status FlushAgent::awaitSkipped() {
-  for (auto ask = Clock::now(); isLeftOut_.load(std::memory_order_acquire);) {
+  std::optional<Repetition> asking;
+  while (isLeftOut_.load(std::memory_order_acquire)) {
     if (auto usable = owner_.usable(); !usable.ok()) return usable;
     SkippingOperation operation;
     GroupRanks awaited;
@@ -44,8 +46,8 @@ Status FlushAgent::awaitSkipped() {
       frozen_ = false;
       return {};
     }
-    if (Clock::now() >= ask) {
-      ask = Clock::now() + kAskAgain;
+    if (!asking || asking->takeDue(Clock::now())) {
+      if (!asking) asking.emplace(Repetition::Limits{kAskAgain, kMostPause}, Clock::now());
       FlushAction::Tell question{{}, {.kind = FlushMessage::Kind::kAsk}};
       awaited.forEach([&](int r) {
         if (!owner_.endedWordOf(r) && endedOf(r) < operation.number) question.to.push_back(r);

@@ -10,6 +10,10 @@ namespace {
 
 using Kind = FlushMessage::Kind;
 
+// Longest pause between repetitions, as a multiple of the first. No budget ends them: a rank that
+// lacks a report cannot go on.
+constexpr int kMostResend = 8;
+
 // "1.2": losses and round.
 std::string nameOf(const Attempt& attempt) {
   return std::to_string(attempt.losses) + "." + std::to_string(attempt.round);
@@ -171,7 +175,8 @@ void FlushMachine::join(Attempt attempt, std::string_view why, Clock::time_point
   lastReport_.reset();
   reports_.clear();
   toTake_ = 0;  // an adoption that is decided but not done is decided again
-  if (!isFrozen_) repeatAt_ = now + options_.resend;
+  if (!isFrozen_)
+    repeat_.emplace(Repetition::Limits{options_.resend, kMostResend * options_.resend}, now);
   isFrozen_ = true;
   actions.emplace_back(FlushAction::Freeze{});
 }
@@ -349,7 +354,7 @@ FlushActions FlushMachine::leave() {
   }
   // From now on this rank takes part in no flush: a report would count it as a member.
   isFrozen_ = false;
-  repeatAt_.reset();
+  repeat_.reset();
   return actions;
 }
 
@@ -358,9 +363,7 @@ FlushActions FlushMachine::leave() {
 // nothing by itself. So a rank that lacks a report asks for it, and sends its own again.
 FlushActions FlushMachine::tick(Clock::time_point now) {
   FlushActions actions;
-  if (!repeatAt_ || now < *repeatAt_) return actions;
-  repeatAt_ = now + options_.resend;
-  if (!hasReported_) return actions;
+  if (!repeat_ || !repeat_->takeDue(now) || !hasReported_) return actions;
   std::vector<int> askFor = missing();
   if (askFor.empty()) return actions;
   for (const int r : askFor)
@@ -509,7 +512,7 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
   abortReason_ = AbortReason::kNone;
   abortNumber_ = 0;
   isFrozen_ = false;
-  repeatAt_.reset();
+  repeat_.reset();
   actions.emplace_back(FlushAction::GoOn{attempt_, viewEpoch_, members_, first_});
 }
 

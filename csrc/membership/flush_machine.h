@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/backoff.h"
 #include "base/deadline.h"
 #include "membership/flush.h"
 
@@ -92,7 +93,7 @@ class FlushMachine {
     bool founds = false;       // operation 1 begins the job: with all members or not at all
     uint32_t lostBefore = 0;   // members that were out of the job before the group was made
     uint32_t mostRounds = 0;   // highest round that fits into a stamp
-    Clock::duration resend{};  // interval at which a rank asks for missing reports
+    Clock::duration resend{};  // first pause before a rank asks again for missing reports
     std::function<std::string(int)> nameRank;
   };
 
@@ -144,7 +145,9 @@ class FlushMachine {
   FlushActions reconnected(int rank, bool isInOperation, Clock::time_point now);
   FlushActions tick(Clock::time_point now);
   // When tick() has work to do if no other event comes first.
-  std::optional<Clock::time_point> nextTick() const { return repeatAt_; }
+  std::optional<Clock::time_point> nextTick() const {
+    return repeat_ ? std::optional(repeat_->next()) : std::nullopt;
+  }
   // Asks the ranks that may still read the slot of this operation how far they are.
   FlushActions askForSlot(uint64_t number) const;
 
@@ -246,7 +249,7 @@ class FlushMachine {
   AbortReason abortReason_ = AbortReason::kNone;
   uint64_t abortNumber_ = 0;
   Error why_;
-  std::optional<Clock::time_point> repeatAt_;
+  std::optional<Repetition> repeat_;
 };
 
 }  // namespace mooncake

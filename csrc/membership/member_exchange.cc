@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/backoff.h"
+
 namespace mooncake {
 namespace {
 
@@ -45,8 +47,7 @@ MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options o
 MemberExchange::~MemberExchange() { membership_->engine().closeTopic(options_.topic); }
 
 Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadline) {
-  auto pause = std::chrono::duration_cast<Clock::duration>(kFirstAsk);
-  auto ask = Clock::now() + pause;
+  Repetition asking({kFirstAsk, kLastAsk}, Clock::now());
   std::unique_lock lock(mutex_);
   for (;;) {
     MOONCAKE_TRY(membership_->standing());
@@ -54,10 +55,8 @@ Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadl
     const std::vector<int> absent = missing(membership_->view());
     if (absent.empty()) return parts_;
     if (deadline.passed()) return timedOut(absent);
-    if (Clock::now() >= ask) {
+    if (asking.takeDue(Clock::now())) {
       for (const int r : absent) tell(r, Kind::kAsk, {});
-      pause = std::min<Clock::duration>(2 * pause, kLastAsk);
-      ask = Clock::now() + pause;
     }
     changed_.wait_until(lock, deadline.earlier(Deadline::after(kLook)).when());
   }

@@ -13,6 +13,10 @@ namespace {
 
 constexpr uint8_t kVersion = 1;
 
+// Longest pause between repetitions, as a multiple of the first. No budget ends them: a view that
+// is never decided would stop the job.
+constexpr int kMostResend = 8;
+
 bool isCertain(Cause cause) {
   return cause == Cause::kExited || cause == Cause::kLeft || cause == Cause::kEnded;
 }
@@ -168,7 +172,7 @@ ViewActions ViewAgreement::tick(Clock::time_point now) {
 std::optional<Clock::time_point> ViewAgreement::nextTick() const {
   std::optional<Clock::time_point> next;
   if (over_) return next;
-  if (isUndecided()) next = toldAt_ + timing_.resend;
+  if (isUndecided() && repeat_) next = repeat_->next();
   if (!heldBack_.empty()) next = next ? std::min(*next, heldUntil_) : heldUntil_;
   return next;
 }
@@ -262,10 +266,11 @@ ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) 
 
   const bool isNews =
       gone_ != told_.gone || settled_ != told_.settled || suspected_ != told_.suspected;
-  if (isNews || (isUndecided() && now >= toldAt_ + timing_.resend)) {
+  if (isNews)
+    repeat_.emplace(Repetition::Limits{timing_.resend, kMostResend * timing_.resend}, now);
+  if (isNews || (isUndecided() && repeat_->takeDue(now))) {
     // Also sent to ranks that this commit evicts, so that they know.
     actions.sendTo = first_.active - told_.committed - gone_ - JobRanks{self_};
-    toldAt_ = now;
   } else if (committed_ != told_.committed) {
     actions.sendTo = committed_ - told_.committed - gone_;
   }

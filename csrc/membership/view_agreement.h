@@ -5,6 +5,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/backoff.h"
 #include "base/bytes.h"
 #include "base/deadline.h"
 #include "membership/rank_set.h"
@@ -97,7 +98,7 @@ class ViewAgreement {
     // How long an accusation is held back, see suspected(). Longer than the difference between two
     // ranks' detectors plus the travel time of a report.
     Clock::duration grace;
-    Clock::duration resend;  // interval at which the report is sent again while a view is undecided
+    Clock::duration resend;  // first pause before the report is sent again, for an undecided view
   };
   // Says whether received() was given the last report of an exited rank, or it may be lost. In both
   // cases the rank certainly said no goodbye; otherwise its results would count. A witness that
@@ -153,7 +154,7 @@ class ViewAgreement {
   JobRanks counted_;  // all ranks below firstMissing_ that count have reported this set
   int firstMissing_ = 0;
   ViewReport told_;
-  Clock::time_point toldAt_{};
+  std::optional<Repetition> repeat_;  // of told_, once it was sent
 
   std::map<int, Cause> heldBack_;  // by rank
   Clock::time_point heldUntil_{};

@@ -79,9 +79,12 @@ TEST(FlushMachine, AsksForAReportAsLongAsItLacksOne) {
   machine.received(2, reportOf({.from = 2, .attempt = {0, 1}}), kNow);
   ASSERT_TRUE(machine.nextTick());
   EXPECT_TRUE(machine.tick(*machine.nextTick() - Clock::duration(1)).empty());
-  for (int i = 1; i <= 2; ++i) {
-    EXPECT_EQ(*machine.nextTick(), kNow + i * kResend);
-    const auto asked = all<FlushAction::Tell>(machine.tick(*machine.nextTick()));
+  auto pause = kResend;
+  for (Clock::time_point last = kNow; pause < 8 * kResend; pause *= 2) {
+    EXPECT_GE(*machine.nextTick(), last + pause / 2);
+    EXPECT_LE(*machine.nextTick(), last + pause);
+    last = *machine.nextTick();
+    const auto asked = all<FlushAction::Tell>(machine.tick(last));
     ASSERT_EQ(asked.size(), 1u);
     EXPECT_EQ(asked[0].to, std::vector{1});
     EXPECT_EQ(asked[0].message.kind, Kind::kRepeat);

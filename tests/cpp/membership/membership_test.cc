@@ -464,6 +464,24 @@ TEST_P(MembershipInOneProcess, WhoSubscribesLateIsToldWhatHappened) {
   EXPECT_EQ(members[1]->seen()[0].accusation.cause, Cause::kLeft);
 }
 
+TEST_P(MembershipInOneProcess, RanksThatLeaveReportNoGoodbye) {
+  for (const int rank : {0, 1}) members[rank]->holdGoodbyes(Clock::now() + std::chrono::hours(1));
+  std::vector<Recorder> recorders(2);
+  engines[2]->leave();
+  for (const int rank : {0, 1}) {
+    ASSERT_TRUE(eventually([&] { return members[rank]->peer(2)->disconnected.load(); }));
+    members[rank]->subscribe(&recorders[rank]);  // the loop has handled the goodbye
+    members[rank]->unsubscribe(&recorders[rank]);
+    EXPECT_EQ(members[rank]->view().epoch, 1u);
+  }
+  for (const int rank : {0, 1}) {
+    members[rank]->leave();
+    engines[rank]->leave();
+    EXPECT_EQ(engines[rank]->counters().messages, 0u);
+    EXPECT_TRUE(members[rank]->standing().ok());
+  }
+}
+
 TEST_P(MembershipInOneProcess, ReportsThatSpeakForOthersAreDropped) {
   ViewReport report{
       .from = 1, .gone = {2}, .settled = {2}, .accusations = {{2, Cause::kExited, 1}}};
