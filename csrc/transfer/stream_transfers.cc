@@ -35,8 +35,9 @@ Status StreamTransfers::enqueue(const MemoryOwner& device, void* handle,
             "the stream is being recorded into a graph, and a transfer cannot be recorded. Call it "
             "outside of the capture"};
   }
-  // The lock also keeps the order of two calls on one stream.
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  // The words of two calls on one stream do not mix, so their transfers keep an order.
+  left_.wait(lock, [&] { return !isInDriver(accelerator, stream); });
   if (isStopped_) return {ErrorCode::kAborted, "the engine is closed"};
   if (!failure_.ok()) return std::exchange(failure_, Status());
   MOONCAKE_TRY(start());
@@ -46,17 +47,43 @@ Status StreamTransfers::enqueue(const MemoryOwner& device, void* handle,
     return {ErrorCode::kExhausted,
             std::to_string(kPairs) + " transfers on streams are under way: synchronize a stream"};
   }
-  Order order{.block = *block, .words = (*block)->idle.back(), .requests = std::move(requests)};
-  Words& words = *order.words;
-  order.number = words.released.load(std::memory_order_relaxed) + 1;
-  MOONCAKE_TRY(accelerator.writeWord(stream, &words.told, order.number));
-  const Status awaits = accelerator.awaitWord(stream, &words.released, order.number);
+  Words* const words = (*block)->idle.back();
   (*block)->idle.pop_back();
-  if (!awaits.ok())
-    return awaits;  // the stream may still write the word: the pair is not used again
-  orders_.push_back(std::move(order));
+  orders_.push_back({.block = *block,
+                     .words = words,
+                     .number = words->released.load(std::memory_order_relaxed) + 1,
+                     .stream = stream,
+                     .requests = std::move(requests)});
+  const auto order = std::prev(orders_.end());
+  // The driver blocks while a queue of the device is full, and the thread needs the lock to release
+  // the stream that fills it.
+  lock.unlock();
+  bool isTold = false;
+  const Status enqueued = enqueueWords(*order, isTold);
+  lock.lock();
+  order->isEnqueued = true;
+  if (!enqueued.ok()) {
+    // If the stream may still write the word, the pair is not used again.
+    if (!isTold) (*block)->idle.push_back(words);
+    orders_.erase(order);
+  }
+  left_.notify_all();
   changed_.notify_one();
-  return {};
+  return enqueued;
+}
+
+bool StreamTransfers::isInDriver(const Accelerator& accelerator, const DeviceStream& stream) const {
+  return std::ranges::any_of(orders_, [&](const Order& order) {
+    return !order.isEnqueued && order.block->accelerator == &accelerator &&
+           order.stream.device == stream.device && order.stream.handle == stream.handle;
+  });
+}
+
+Status StreamTransfers::enqueueWords(const Order& order, bool& isTold) {
+  Accelerator& accelerator = *order.block->accelerator;
+  MOONCAKE_TRY(accelerator.writeWord(order.stream, &order.words->told, order.number));
+  isTold = true;
+  return accelerator.awaitWord(order.stream, &order.words->released, order.number);
 }
 
 Result<StreamTransfers::Block*> StreamTransfers::blockOf(Accelerator& accelerator) {
@@ -107,6 +134,7 @@ void StreamTransfers::run() {
 
 // Returns whether the order has come further. An order that has ended has no words any more.
 bool StreamTransfers::advance(Order& order) {
+  if (!order.isEnqueued) return false;
   if (!order.batch) {
     const uint32_t told = order.words->told.load(std::memory_order_acquire);
     if (int32_t(told - order.number) < 0) return false;
@@ -129,9 +157,13 @@ bool StreamTransfers::advance(Order& order) {
   return true;
 }
 
+void StreamTransfers::release(const Order& order) {
+  order.words->released.store(order.number, std::memory_order_release);
+}
+
 void StreamTransfers::end(Order& order) {
   if (order.batch) calls_.release(*order.batch);
-  order.words->released.store(order.number, std::memory_order_release);
+  release(order);
   order.block->idle.push_back(std::exchange(order.words, nullptr));
 }
 
@@ -142,7 +174,11 @@ void StreamTransfers::stop() {
     changed_.notify_one();
   }
   if (thread_.joinable()) thread_.join();
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  for (Order& order : orders_) release(order);
+  left_.wait(lock, [this] {
+    return std::ranges::all_of(orders_, [](const Order& order) { return order.isEnqueued; });
+  });
   for (Order& order : orders_) end(order);
   orders_.clear();
   // The memory outlives the work that streams hold now.

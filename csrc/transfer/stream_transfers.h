@@ -2,8 +2,8 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -52,23 +52,29 @@ class StreamTransfers {
     Block* block = nullptr;
     Words* words = nullptr;
     uint32_t number = 0;
+    DeviceStream stream;
     std::vector<TransferRequest> requests;
-    std::shared_ptr<Batch> batch;  // null: the stream has not come here
+    bool isEnqueued = false;         // false: a call is in the driver, and only that call ends it
+    std::shared_ptr<Batch> batch{};  // null: the stream has not come here
   };
   static constexpr size_t kPairs = 256;  // in one block
 
-  // Under the lock.
+  // Under the lock, but for enqueueWords().
   Result<Block*> blockOf(Accelerator& accelerator);
   Status start();
+  bool isInDriver(const Accelerator& accelerator, const DeviceStream& stream) const;
+  static Status enqueueWords(const Order& order, bool& isTold);
   void run();
   bool advance(Order& order);
+  static void release(const Order& order);
   void end(Order& order);
 
   const Calls calls_;
   std::mutex mutex_;  // guards the fields below
   std::condition_variable changed_;
+  std::condition_variable left_;  // a call has left the driver
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::deque<Order> orders_;
+  std::list<Order> orders_;
   Status failure_;  // of an order that has ended
   bool isStopped_ = false;
   std::thread thread_;

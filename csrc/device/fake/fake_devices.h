@@ -24,6 +24,9 @@ struct FakeFailure {
   uint64_t n = 1;
   uint64_t times = 1;
   ErrorCode code = ErrorCode::kSystem;
+  // Replaces the failure: the call goes on once this returns. The driver blocks so while a queue of
+  // the device is full.
+  std::function<void()> block{};
 };
 
 // Stand-ins for the kernels of this library.

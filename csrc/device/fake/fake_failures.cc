@@ -31,8 +31,9 @@ Status FakeFailures::add(FakeFailure failure) {
 }
 
 Status FakeFailures::count(std::string_view call) {
-  std::lock_guard lock(mutex_);
   Status failed;
+  std::vector<std::function<void()>> blocks;
+  std::unique_lock lock(mutex_);
   for (FakeFailure& failure : failures_) {
     if (failure.call != call) continue;
     if (failure.n > 1) {
@@ -41,9 +42,15 @@ Status FakeFailures::count(std::string_view call) {
     }
     if (failure.times == 0) continue;
     --failure.times;
+    if (failure.block) {
+      blocks.push_back(failure.block);
+      continue;
+    }
     failed = {failure.code, "fake " + failure.call + ": fails because a test injected it"};
   }
   std::erase_if(failures_, [](const FakeFailure& failure) { return failure.times == 0; });
+  lock.unlock();
+  for (const auto& block : blocks) block();
   return failed;
 }
 

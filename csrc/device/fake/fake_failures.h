@@ -14,7 +14,7 @@ class FakeFailures {
  public:
   // kInvalidArgument if no function that can fail has this name.
   Status add(FakeFailure failure);
-  // Counts a call, and returns the error that it has to return.
+  // Counts a call, blocks as long as it has to, and returns the error that it has to return.
   Status count(std::string_view call);
 
  private:

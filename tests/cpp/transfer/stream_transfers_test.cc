@@ -1,8 +1,11 @@
 #include "transfer/stream_transfers.h"
 
+#include <atomic>
 #include <cstring>
 #include <future>
 #include <gtest/gtest.h>
+#include <memory>
+#include <thread>
 #include <vector>
 
 #include "device/fake/fake_devices.h"
@@ -38,16 +41,20 @@ class StreamTransfersTest : public ::testing::Test {
     gate_.open();
     here_->close();
     (void)fake_.synchronize(stream_);
-    fake_.destroyStream(stream_);
     fake_.free(mine_);
   }
-  // Returns a stream that does not share its hardware queue with the engine's copies.
-  DeviceStream besideCopies() {
-    for (;;) {
-      const DeviceStream made = *fake_.createStream(1);
-      if (*(*fake_.streamQueues(1))->reserve(made)) return made;
-      fake_.destroyStream(made);
-    }
+  // Returns a stream that does not share its hardware queue with the engine's copies. All tests have
+  // it, because it keeps the queue.
+  static DeviceStream besideCopies() {
+    static const DeviceStream found = [] {
+      FakeDevices& fake = fakeDevices();
+      for (;;) {
+        const DeviceStream made = *fake.createStream(1);
+        if (*(*fake.streamQueues(1))->reserve(made)) return made;
+        fake.destroyStream(made);
+      }
+    }();
+    return found;
   }
   // Holds the stream until open().
   struct Gate {
@@ -72,6 +79,19 @@ class StreamTransfersTest : public ::testing::Test {
   }
   Status transfer(Opcode opcode) { return transfer(opcode, uint64_t(theirs_.data())); }
 
+  // Begins a transfer whose call the driver blocks until the stream is idle, or isGivenUp_.
+  std::future<Status> transferInDriver() {
+    const auto blocked = std::make_shared<std::promise<void>>();
+    const auto untilIdle = [this, blocked] {
+      blocked->set_value();
+      while (!isGivenUp_ && !fake_.isIdle(stream_)) std::this_thread::yield();
+    };
+    EXPECT_TRUE(fake_.inject({.call = "writeWord", .block = untilIdle}).ok());
+    auto begun = std::async(std::launch::async, [this] { return transfer(Opcode::kWrite); });
+    blocked->get_future().wait();
+    return begun;
+  }
+
   FakeDevices& fake_ = fakeDevices();
   const DeviceStream stream_ = besideCopies();
   const std::span<std::byte> mine_ = *fake_.allocate(1, kBytes);
@@ -79,6 +99,7 @@ class StreamTransfersTest : public ::testing::Test {
   const std::shared_ptr<TransferEngine> here_ = makeEngine(), there_ = makeEngine();
   std::shared_ptr<Segment> segment_;
   Gate gate_;
+  std::atomic<bool> isGivenUp_ = false;
 };
 
 TEST_F(StreamTransfersTest, TheyHappenInTheOrderOfTheStream) {
@@ -161,6 +182,32 @@ TEST_F(StreamTransfersTest, TheirNumberHasABound) {
   gate_.open();
   ASSERT_TRUE(fake_.synchronize(stream_).ok());
   EXPECT_TRUE(eventually([&] { return transfer(Opcode::kWrite).ok(); }));
+}
+
+// The driver blocks a call until the stream has passed the transfer before it.
+TEST_F(StreamTransfersTest, ACallInTheDriverHoldsUpNoTransfer) {
+  hold();
+  ASSERT_TRUE(transfer(Opcode::kWrite).ok());
+  auto second = transferInDriver();
+  gate_.open();
+  const bool isOver = second.wait_for(std::chrono::seconds(10)) == std::future_status::ready;
+  isGivenUp_ = true;
+  EXPECT_TRUE(isOver) << "the first transfer waits for the second call";
+  EXPECT_TRUE(second.get().ok());
+  EXPECT_TRUE(fake_.synchronize(stream_).ok());
+}
+
+TEST_F(StreamTransfersTest, AnEngineThatClosesReleasesACallInTheDriver) {
+  hold();
+  ASSERT_TRUE(transfer(Opcode::kWrite).ok());
+  auto second = transferInDriver();
+  auto closes = std::async(std::launch::async, [&] { here_->close(); });
+  gate_.open();
+  const bool isClosed = closes.wait_for(std::chrono::seconds(10)) == std::future_status::ready;
+  isGivenUp_ = true;
+  EXPECT_TRUE(isClosed);
+  (void)second.get();
+  EXPECT_TRUE(fake_.synchronize(stream_).ok());
 }
 
 }  // namespace
