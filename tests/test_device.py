@@ -510,6 +510,40 @@ def test_active_ranks_on_the_device(form, peer_bytes):
         ranks.broken = True
 
 
+@devices.on_fake_only
+def shows_a_loss_while_streams_wait(me, half):
+    """Streams of the program wait in half of the queues: the tensor is copied in another one."""
+    import mooncake_backend
+
+    active = torch.ones(me.size, dtype=torch.int32)
+    me.init(options=mooncake_backend.MooncakeBackendOptions(active_ranks=active))
+    on_host = mooncake_backend.get_active_ranks(dist.group.WORLD, on_host=True)
+    dist.barrier()
+    if me.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    until(lambda: not on_host[2], "the loss")
+    streams = [torch.Stream() for _ in range(8)]  # one in each queue
+    with held() as gate:
+        reached = torch.accelerator.current_stream().record_event()
+        for stream in streams[half::2]:
+            stream.wait_event(reached)
+        began = time.monotonic()
+        mooncake_backend.get_active_ranks(dist.group.WORLD)
+        took = time.monotonic() - began
+        gate.open()
+    torch.accelerator.synchronize()
+    assert active.tolist() == [1, 1, 0]
+    assert took < 0.9, took
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_active_ranks_while_streams_wait(half):
+    with crew("words", backend=None, env={devices.QUEUES: "8"}) as ranks:
+        ranks.start(shows_a_loss_while_streams_wait, half)
+        ranks.results(dead=[2])
+        ranks.broken = True
+
+
 def killed_between(me, rounds):
     results = []
     for round in range(rounds):

@@ -12,8 +12,13 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "backend/arguments.h"
+#include "backend/device/accelerator_of.h"
 #include "backend/device/await_event.h"
+#include "backend/device/device_scope.h"
+#include "backend/device/keep_until_passed.h"
 #include "base/log.h"
+#include "device/stream_queues.h"
 
 namespace mooncake {
 namespace {
@@ -84,22 +89,31 @@ void ActiveRanks::pushAfter(uint64_t active) {
   push();
 }
 
+// No stream of ours may wait for the caller's: others would come behind it in their queue.
 void ActiveRanks::copyToDevice() {
-  const c10::DeviceGuard device(shown_.device());
-  const c10::StreamGuard on(stream().stream());
+  const DeviceScope device(shown_.device());
+  const Deadline deadline = Deadline::after(kPushLimit);
+  if (!awaitEvent(*isFilled_, deadline))
+    throw std::runtime_error("work of the stream that made the group still runs after a second");
+  const c10::Stream copies = stream(deadline);
+  const c10::StreamGuard on(copies);
   shown_.narrow(0, 0, size_).copy_(host_, /*non_blocking=*/true);
+  keepUntilPassed(shown_, copies);
   c10::Event copied(shown_.device().type());
-  copied.record(stream_->stream());
-  if (!awaitEvent(copied, Deadline::after(kPushLimit)))
+  copied.record(copies);
+  if (!awaitEvent(copied, deadline))
     throw std::runtime_error("the device has not copied it within a second");
 }
 
-const OwnStream& ActiveRanks::stream() {
-  if (!stream_) {
-    stream_.emplace(shown_.device(), StreamRole::kFollows);
-    isFilled_->block(stream_->stream());
+c10::Stream ActiveRanks::stream(Deadline deadline) {
+  const c10::Device device = shown_.device();
+  const auto accelerator = acceleratorOf(device.type());
+  if (accelerator.ok()) {
+    StreamQueues& queues = *orThrow((*accelerator)->streamQueues(device.index()));
+    return OwnStream::named(device, orThrow(queues.findMoving(deadline)));
   }
-  return *stream_;
+  if (!stream_) stream_.emplace(device);
+  return stream_->stream();
 }
 
 }  // namespace mooncake

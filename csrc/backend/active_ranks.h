@@ -9,6 +9,7 @@
 #include <c10/core/Event.h>
 
 #include "backend/device/own_stream.h"
+#include "base/deadline.h"
 #include "group/flush_owner.h"
 
 namespace mooncake {
@@ -38,7 +39,8 @@ class ActiveRanks {
 
  private:
   void copyToDevice();
-  const OwnStream& stream();
+  // Returns a stream that no other one holds up, if an accelerator drives the device.
+  c10::Stream stream(Deadline deadline);
 
   const int size_;
   const at::Tensor shown_;
@@ -46,7 +48,7 @@ class ActiveRanks {
   std::atomic<uint64_t> changes_{0};
   std::mutex mutex_;  // guards everything below
   uint64_t pushed_ = 0;
-  std::optional<OwnStream> stream_;
+  std::optional<OwnStream> stream_;     // torch alone drives the device
   std::optional<c10::Event> isFilled_;  // the caller's stream has come here
 };
 
