@@ -629,6 +629,43 @@ def test_outputs_of_a_failed_operation_are_kept():
 
 
 @devices.on_fake_only
+def late_rescue(me):
+    """The rescue of three outputs is given up after its second copy, which comes late.
+    The next call does not get that memory, or it would have other inputs."""
+    from fake_device import control
+
+    tensor = torch.ones(8)
+    outputs = [torch.full((count,), -7.0) for count in (5120, 6144, 8)]
+    with held() as gate:
+        if me.rank == 2:
+            work = dist.all_gather(outputs, tensor, async_op=True)
+            control.slow_copies(outputs[0].nbytes / 1.5)
+            control.inject("copy", n=3)
+        else:
+            work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        gate.open()
+    torch.accelerator.current_stream().synchronize()  # the stream goes on
+    control.slow_copies(0)
+    until(work.exception, "the error")
+    assert "different operations" in harness.raised(work.wait)[1]
+    del work
+    for _ in range(2):
+        dist.all_reduce(torch.ones(2048))  # forgets the error, and takes memory of another size
+    time.sleep(0.3 if me.rank == 2 else 2.5)  # the stream has passed the memory's last use
+    later = torch.full((6144,), float(me.rank + 1))
+    dist.all_reduce(later)
+    assert later.unique().tolist() == [total(me.size)]
+
+
+def test_a_rescue_that_is_given_up_spoils_no_later_call():
+    with crew("words") as ranks:
+        ranks.call(late_rescue)
+        logged = ranks.log(2)
+    assert "the outputs of an operation that failed are undefined" in logged
+
+
+@devices.on_fake_only
 def unseen_error(me):
     """The wait() of a later call raises it, once. That call is made, so the ranks stay together."""
     with held() as gate:

@@ -424,6 +424,47 @@ def test_an_operation_that_fails_leaves_its_outputs():
     ranks.end()
 
 
+@devices.on_fake_only
+def late_copy_on_rank(me):
+    """The rescue of three outputs is given up after its second copy, which comes late.
+    It overwrites the inputs of the next replay, which are copied again."""
+    from fake_device import control
+
+    tensor, given, summed = torch.ones(8), torch.empty(100), torch.empty(100)
+    outputs = [torch.full((8,), -7.0) for _ in range(me.size)]
+    first, second = graphs().CUDAGraph(), graphs().CUDAGraph()
+    with graphs().graph(first):
+        if me.rank == 0:
+            dist.all_gather(outputs, tensor)
+        else:
+            dist.all_reduce(tensor)
+    with graphs().graph(second):
+        summed.copy_(given)
+        dist.all_reduce(summed)
+    given.fill_(me.rank + 1)
+    torch.accelerator.synchronize()
+    if me.rank == 0:
+        control.slow_copies(tensor.nbytes / 1.5)
+        control.inject("copy", n=3)
+    first.replay()
+    torch.accelerator.current_stream().synchronize()
+    control.slow_copies(0)
+    time.sleep(2.5 if me.rank else 0)
+    second.replay()
+    torch.accelerator.synchronize()
+    assert summed.unique().tolist() == [6.0]
+    text = attempt(lambda: dist.all_reduce(torch.ones(3)))
+    assert "different operations" in text, text
+
+
+def test_a_copy_that_is_late_spoils_no_later_replay():
+    ranks = crew(3, env=STAGED)
+    ranks.start(late_copy_on_rank)
+    ranks.results()
+    assert "that failed are undefined" in ranks.log(0)
+    ranks.end()
+
+
 def absent_on_rank(me):
     """A rank that lives does not come. The operations end at the timeout on the others, and later
     on that rank, too. All outputs keep their contents, and the next replay works."""

@@ -1,19 +1,19 @@
 #include "backend/device/graph_staging.h"
 
 #include <string>
+#include <thread>
 
 #include <ATen/ops/from_blob.h>
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
-#include "backend/device/await_event.h"
 #include "backend/device/device_scope.h"
 #include "base/log.h"
 
 namespace mooncake {
 namespace {
 
-// Nothing else runs on the stream of these copies.
+// The copies' stream moves when they are enqueued, but another stream may hold it up then.
 constexpr auto kForCopies = std::chrono::seconds(10);
 
 }  // namespace
@@ -67,25 +67,42 @@ Status GraphStaging::awaitInput(Group& group, size_t bytes) const {
   return awaitOnHost(group, [&] { return place_.words->copied() >= pieces; });
 }
 
+template <typename Enqueue>
+void GraphStaging::enqueueCopies(const Enqueue& enqueue) const {
+  const c10::Stream stream = calls_.beginCopies();
+  try {
+    enqueue(stream);
+  } catch (...) {
+    calls_.markCopies(stream);
+    throw;
+  }
+  calls_.markCopies(stream);
+}
+
 Status GraphStaging::fetchAgain(Group& group) {
   const DeviceScope on(stream().device());
   MOONCAKE_TRY(awaitOnHost(group, [&] { return place_.words->copied() >= pieces_; }));
-  const c10::Stream copies = calls_.copies();
-  copyInputs(copies);
-  c10::Event copied(stream().device_type());
-  copied.record(copies);
-  return awaitOnHost(group, [&] { return copied.query(); });
+  enqueueCopies([&](const c10::Stream& copies) { copyInputs(copies); });
+  return awaitOnHost(group, [&] { return calls_.areCopied(); });
+}
+
+Status GraphStaging::fetchAfterLateCopies(Group& group) {
+  if (!calls_.hasLateCopies()) return {};
+  MOONCAKE_TRY(awaitOnHost(group, [&] { return calls_.areCopied(); }));
+  return fetchAgain(group);
 }
 
 void GraphStaging::restoreOutputs() const {
   std::string why = "the device does not copy them in time";
   try {
     const DeviceScope on(stream().device());
-    const c10::Stream copies = calls_.copies();
-    keepOutputs(copies);
-    c10::Event kept(stream().device_type());
-    kept.record(copies);
-    if (awaitEvent(kept, Deadline::after(kForCopies))) return;
+    if (calls_.areCopied()) {  // else late copies may come on these
+      enqueueCopies([&](const c10::Stream& copies) { keepOutputs(copies); });
+      const Deadline deadline = Deadline::after(kForCopies);
+      while (!calls_.areCopied() && !deadline.passed())
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (!calls_.hasLateCopies()) return;
+    }
   } catch (const std::exception& error) {  // of torch: a lost context, for example
     why = error.what();
   }

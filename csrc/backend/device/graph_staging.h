@@ -27,6 +27,8 @@ class GraphStaging final : public Staging {
   // For a replay that waits at the operation. Each waits on the host.
   Status awaitInput(Group& group, size_t bytes) const override;
   Status fetchAgain(Group& group) override;
+  // Copies the inputs again if copies of an operation that has ended may have come on them.
+  Status fetchAfterLateCopies(Group& group);
   // Replaces the results in host memory by the outputs' present contents. If the device fails, they
   // are undefined.
   void restoreOutputs() const;
@@ -48,6 +50,8 @@ class GraphStaging final : public Staging {
  private:
   void record();
   void join() const;
+  template <typename Enqueue>
+  void enqueueCopies(const Enqueue& enqueue) const;
   DeviceStream recorded() const { return OwnStream::nativeOf(stream()); }
 
   RecordedCalls& calls_;

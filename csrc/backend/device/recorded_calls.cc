@@ -34,7 +34,8 @@ RecordedCalls::RecordedCalls(Group& group, std::shared_ptr<GroupStreams> streams
       settings_(std::move(settings)),
       stream_(streams_->collectives().device()),
       memory_(*stream_.accelerator(), settings_.memoryLimit),
-      order_(*stream_.accelerator(), OwnStream::nativeOf(streams_->collectives())) {}
+      order_(*stream_.accelerator(), OwnStream::nativeOf(streams_->collectives())),
+      copied_(orThrow(stream_.accelerator()->createEvent(stream().device_index()))) {}
 
 RecordedCalls::~RecordedCalls() {
   if (thread_.joinable()) (void)stop(Deadline::at(Clock::time_point::max()));
@@ -68,11 +69,30 @@ void RecordedCalls::end() {
   throwIfError(order_.afterGraphs(stream_.native()));
 }
 
-c10::Stream RecordedCalls::copies() const {
+c10::Stream RecordedCalls::beginCopies() {
   constexpr std::chrono::seconds kPatience{1};
-  const c10::Device device = stream().device();
-  return OwnStream::named(device,
-                          orThrow(stream_.queues()->findMoving(Deadline::after(kPatience))));
+  const DeviceStream moving = orThrow(stream_.queues()->findMoving(Deadline::after(kPatience)));
+  std::lock_guard lock(copiesMutex_);
+  isCopying_ = true;
+  isMarked_ = false;
+  return OwnStream::named(stream().device(), moving);
+}
+
+void RecordedCalls::markCopies(const c10::Stream& stream) {
+  std::lock_guard lock(copiesMutex_);
+  throwIfError(copied_->record(OwnStream::nativeOf(stream)));
+  isMarked_ = true;
+}
+
+bool RecordedCalls::areCopied() {
+  std::lock_guard lock(copiesMutex_);
+  if (isCopying_) isCopying_ = !isMarked_ || !orThrow(copied_->hasHappened());
+  return !isCopying_;
+}
+
+bool RecordedCalls::hasLateCopies() const {
+  std::lock_guard lock(copiesMutex_);
+  return isCopying_;
 }
 
 void RecordedCalls::keep(std::shared_ptr<GraphStaging> staging, Replay call) {

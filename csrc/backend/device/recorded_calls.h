@@ -50,10 +50,17 @@ class RecordedCalls {
   RecordedCalls& operator=(const RecordedCalls&) = delete;
 
   const c10::Stream& stream() const { return stream_.stream(); }  // that is recorded
-  // For copies from the device while a replay waits, in another queue than the replay.
-  // Throws if there is none at present.
-  c10::Stream copies() const;
   GraphMemory& memory() { return memory_; }
+  // Around copies from the device to memory() while a replay waits. They are enqueued on the stream
+  // that beginCopies() returns, which is in another queue than the replay. Also if one of them fails,
+  // markCopies() must follow. Both throw; the first one if there is no such stream at present.
+  c10::Stream beginCopies();
+  void markCopies(const c10::Stream& stream);
+  // Whether the copies have happened, which are forgotten then. Throws.
+  bool areCopied();
+  // Whether an operation has ended without areCopied(). Then its copies may come, or have come, on the
+  // inputs of a later operation.
+  bool hasLateCopies() const;
 
   // A place of an operation in a graph.
   struct Place {
@@ -116,7 +123,11 @@ class RecordedCalls {
   GraphMemory memory_;
   mutable std::mutex orderMutex_;  // guards order_, and keeps numbers in its order
   ReplayOrder order_;
-  std::mutex mutex_;  // guards everything below
+  mutable std::mutex copiesMutex_;  // guards the three fields below
+  const std::unique_ptr<DeviceEvent> copied_;
+  bool isCopying_ = false;
+  bool isMarked_ = false;  // copied_ is behind the copies
+  std::mutex mutex_;       // guards everything below
   std::condition_variable changed_;
   std::vector<Graph> graphs_;
   std::deque<Waiting> waiting_;

@@ -11,9 +11,9 @@ ReplayStaging::ReplayStaging(std::shared_ptr<GraphStaging> graph, std::chrono::m
   cutInputs(graph_->cut());
 }
 
-Status ReplayStaging::fetch(Group&) {
+Status ReplayStaging::fetch(Group& group) {
   failpoint("graph-rung");
-  return {};
+  return graph_->fetchAfterLateCopies(group);
 }
 
 void ReplayStaging::giveBack() {

@@ -38,11 +38,12 @@ void Rescues::add(Rescue&& rescue) {
     auto started = startThread("mooncake-rescue", [this] { run(); });
     if (!started.ok()) {
       lock.unlock();
-      return giveUp(rescue, started.error().message);
+      Pending pending{std::move(rescue)};
+      return giveUp(pending, started.error().message);
     }
     thread_ = std::move(*started);
   }
-  added_.push_back({std::move(rescue), std::nullopt});
+  added_.push_back({std::move(rescue)});
   changed_.notify_all();
 }
 
@@ -66,43 +67,59 @@ void Rescues::run() {
 }
 
 bool Rescues::advance(Pending& pending) {
-  const Rescue& rescue = pending.rescue;
   try {
-    const DeviceScope on(rescue.device);
-    if (!pending.copiedBy) {
-      if (!rescue.isReached()) return false;
-      pending.copiedBy = Deadline::after(kForCopies);
-    }
-    const bool isCopied = pending.copied ? pending.copied->query() : copy(pending);
-    if (!isCopied && !pending.copiedBy->passed()) return false;
-    if (!isCopied) {
-      giveUp(rescue,
-             "the device has not copied them in " + std::to_string(kForCopies.count()) + " s");
-    } else {
-      rescue.release();
-    }
+    const DeviceScope on(pending.rescue.device);
+    return isOver(pending);
   } catch (const std::exception& error) {  // of torch, or the driver's: a lost context, for example
-    giveUp(rescue, error.what());
+    giveUp(pending, error.what());
   }
+  // Nothing tells when the device has copied, so the memory is never freed.
+  if (pending.isEnqueued) new Rescue(std::move(pending.rescue));
   return true;
 }
 
-// Enqueues the copies on a stream that no other one holds up. Returns false.
-bool Rescues::copy(Pending& pending) {
+bool Rescues::isOver(Pending& pending) {
+  if (!pending.copiedBy) {
+    if (!pending.rescue.isReached()) return false;
+    pending.copiedBy = Deadline::after(kForCopies);
+  }
+  if (!pending.isEnqueued && !pending.isReleased) copy(pending);
+  const bool isCopied = pending.copied && pending.copied->query();
+  if (isCopied) {
+    release(pending);
+  } else if (pending.copiedBy->passed()) {
+    giveUp(pending,
+           "the device has not copied them in " + std::to_string(kForCopies.count()) + " s");
+  }
+  return isCopied || (pending.isReleased && !pending.isEnqueued);
+}
+
+// Enqueues the copies on a stream that no other one holds up, if there is one now.
+void Rescues::copy(Pending& pending) {
   const c10::Device device = pending.rescue.device;
   StreamQueues& queues =
       *orThrow(orThrow(acceleratorOf(device.type()))->streamQueues(device.index()));
   const auto moving = queues.findMoving(Deadline::after(kForLook));
-  if (!moving.ok() && moving.error().code == ErrorCode::kTimeout) return false;
+  if (!moving.ok() && moving.error().code == ErrorCode::kTimeout) return;
   const c10::Stream stream = OwnStream::named(device, orThrow(moving));
-  pending.rescue.copy(stream);
+  pending.isEnqueued = true;
+  try {
+    pending.rescue.copy(stream);
+  } catch (const std::exception& error) {  // of torch, between two copies for example
+    giveUp(pending, error.what());
+  }
   pending.copied.emplace(device.type()).record(stream);
-  return false;
 }
 
-void Rescues::giveUp(const Rescue& rescue, const std::string& why) {
-  log(LogLevel::kWarning, rescue.device.str(), rescue.what, " are undefined: ", why);
-  rescue.release();
+void Rescues::release(Pending& pending) {
+  if (!std::exchange(pending.isReleased, true)) pending.rescue.release();
+}
+
+void Rescues::giveUp(Pending& pending, const std::string& why) {
+  if (pending.isReleased) return;
+  log(LogLevel::kWarning, pending.rescue.device.str(), pending.rescue.what,
+      " are undefined: ", why);
+  release(pending);
 }
 
 }  // namespace mooncake

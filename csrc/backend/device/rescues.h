@@ -31,14 +31,17 @@ class Rescues {
     std::function<void()> release;                 // lets the stream go on; called once
   };
   // Begins a rescue, and does not wait for it. If the device does not copy in time, the outputs are
-  // undefined: the log says so. The functions are called, and dropped, on the thread.
+  // undefined: the log says so. The functions are called, and dropped, on the thread. `copy` keeps the
+  // host memory: it is not dropped while the device may still copy there, also after release().
   static void begin(Rescue rescue);
 
  private:
   struct Pending {
     Rescue rescue;
-    std::optional<Deadline> copiedBy;    // none: the stream has not come to the wait
-    std::optional<c10::Event> copied{};  // none: the copies are not enqueued
+    std::optional<Deadline> copiedBy{};  // none: the stream has not come to the wait
+    bool isEnqueued = false;             // some copies are, maybe not all
+    std::optional<c10::Event> copied{};  // behind these
+    bool isReleased = false;
   };
 
   static Rescues& ofProcess();
@@ -46,8 +49,10 @@ class Rescues {
   void run();
   // Returns whether the rescue is over.
   static bool advance(Pending& pending);
-  static bool copy(Pending& pending);
-  static void giveUp(const Rescue& rescue, const std::string& why);
+  static bool isOver(Pending& pending);
+  static void copy(Pending& pending);
+  static void release(Pending& pending);
+  static void giveUp(Pending& pending, const std::string& why);
 
   std::mutex mutex_;  // guards the fields below
   std::condition_variable changed_;

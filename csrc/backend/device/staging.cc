@@ -218,10 +218,18 @@ Status Staging::fetchAgainOn(const c10::Stream& stream, Group& group) const {
   const DeviceScope on(stream.device());
   MOONCAKE_TRY(awaitOnHost(group, [&] { return pieces_.back().query(); }));
   c10::Event copied(stream.device_type());
-  copyInputs(stream);
-  copied.record(stream);
   // The memory of both sides is used again in the order of our stream.
-  if (stream != stream_) copied.block(stream_);
+  const auto join = [&] {
+    copied.record(stream);
+    if (stream != stream_) copied.block(stream_);
+  };
+  try {
+    copyInputs(stream);
+  } catch (...) {
+    join();  // some copies may be enqueued
+    throw;
+  }
+  join();
   return awaitOnHost(group, [&] { return copied.query(); });
 }
 
