@@ -31,7 +31,8 @@ ROOMS = {
     "mooncake_backend/launcher": "launcher demo",
     "mooncake_backend/demo": "demo readme",
     "mooncake_backend/transfer": "transfer*",
-    "mooncake_backend": "beginning callers errors groups hangs packaging readme supported surface",
+    "mooncake_backend": "beginning callers errors groups hangs objects_after_loss packaging readme "
+    "supported surface",
     "tests/fake_device": "fake_device device* ep_device transfer_device",
     "docs": "docs readme supported ep_docs transfer_docs",
     "README.md": "docs readme supported",
