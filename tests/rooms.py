@@ -34,7 +34,7 @@ ROOMS = {
     "mooncake_backend": "beginning callers errors groups hangs objects_after_loss packaging readme "
     "supported surface",
     "tests/fake_device": "fake_device device* ep_device transfer_device",
-    "docs": "docs readme supported ep_docs transfer_docs",
+    "docs": "checkpoint_docs docs readme supported ep_docs transfer_docs",
     "README.md": "docs readme supported",
     "pyproject.toml": "packaging",
 }
