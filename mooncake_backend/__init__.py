@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the names that __getattr__ resolves
         MinorityError,
         PeerLostError,
     )
+    from mooncake_backend.gradients import bf16_mean_over_contributors, mean_over_contributors
     from mooncake_backend.membership import (
         Evidence,
         acknowledge_loss,
@@ -48,6 +49,7 @@ _HOMES = {
     "MooncakeBackendOptions": "options",
     "PeerLostError": "errors",
     "acknowledge_loss": "membership",
+    "bf16_mean_over_contributors": "gradients",
     "dump_state": "state",
     "dump_state_on_signal": "state",
     "get_active_ranks": "membership",
@@ -55,6 +57,7 @@ _HOMES = {
     "get_evidence": "membership",
     "get_failed_ranks_hint": "membership",
     "get_local_success": "membership",
+    "mean_over_contributors": "gradients",
     "register": "registration",
     "set_device_filter": "options",
     "set_host_ip": "options",
@@ -71,6 +74,7 @@ __all__ = [
     "PeerLostError",
     "__version__",
     "acknowledge_loss",
+    "bf16_mean_over_contributors",
     "dump_state",
     "dump_state_on_signal",
     "get_active_ranks",
@@ -78,6 +82,7 @@ __all__ = [
     "get_evidence",
     "get_failed_ranks_hint",
     "get_local_success",
+    "mean_over_contributors",
     "register",
     "register_at_import",
     "set_device_filter",

@@ -31,8 +31,8 @@ ROOMS = {
     "mooncake_backend/launcher": "launcher demo",
     "mooncake_backend/demo": "demo readme",
     "mooncake_backend/transfer": "transfer*",
-    "mooncake_backend": "beginning callers errors groups hangs objects_after_loss packaging readme "
-    "supported surface",
+    "mooncake_backend": "beginning callers ddp_after_loss errors groups hangs objects_after_loss "
+    "packaging readme supported surface",
     "tests/fake_device": "fake_device device* ep_device transfer_device",
     "docs": "checkpoint_docs docs readme supported ep_docs transfer_docs",
     "README.md": "docs readme supported",
