@@ -120,6 +120,7 @@ setup(
         "mooncake",
         "mooncake.ep",
         "mooncake.ep.on_path.deep_ep",
+        "mooncake.ep.on_path.deep_ep.buffers",
         "mooncake.ep.on_path.deep_ep.utils",
     ],
     package_dir={"mooncake": "mooncake_backend/compat", "mooncake.ep": "ep"},

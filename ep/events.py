@@ -115,8 +115,10 @@ class EventOverlap:
     """The end of an operation that was called with async_finish=True. For other operations `event`
     is None and a wait here does nothing: they have ended, or a hook waits for them.
 
-        with event:
+        with event(release_handle=True):
             work_beside_it()
+
+    hook_after_wait: is called once, at the end of the next wait, which returns its result
     """
 
     def __init__(
@@ -126,7 +128,8 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hooks: tuple[Callable[[], Any], ...] = ()
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._releases_at_exit = False
         self._operation: Operation | None = None
 
     @classmethod
@@ -142,21 +145,29 @@ class EventOverlap:
             raise AttributeError("this event does not belong to a combine")
         return self._operation.missing_contributions()
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Waits, see EventHandle. Returns the result of the hook, or None without one."""
         if self.event is not None:
             self.event.current_stream_wait()
-        hooks, self._hooks = self._hooks, ()
-        for hook in hooks:
-            hook()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        result = None if hook is None else hook()
         if release_handle:
             self.event = None
+        return result
 
-    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """Calls the hook once, at the end of the next wait."""
-        self._hooks += (hook,)
+    def wait(self) -> Any:
+        """current_stream_wait() that keeps the event."""
+        return self.current_stream_wait()
 
-    def __call__(self, release_handle: bool = False) -> None:
-        self.current_stream_wait(release_handle)
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        if self.hook_after_wait is not None:
+            raise RuntimeError("this event has a hook already, and calls one after a wait")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Prepares the next `with`. Does not wait."""
+        self._releases_at_exit = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -167,7 +178,8 @@ class EventOverlap:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.current_stream_wait()
+        releases, self._releases_at_exit = self._releases_at_exit, False
+        self.current_stream_wait(releases)
 
 
 def profiled(name: str) -> torch.profiler.record_function | _Unprofiled:

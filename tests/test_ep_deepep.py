@@ -18,6 +18,7 @@ from mooncake_backend import extension
 
 IMPORTS = """
 import multiprocessing, subprocess, sys, deep_ep
+import deep_ep.buffers, deep_ep.buffers.elastic, deep_ep.buffers.legacy, deep_ep.utils.event
 from deep_ep.buffer import Buffer
 
 def child(where):
@@ -26,7 +27,11 @@ def child(where):
     print(where, deep_ep.Buffer.__module__, here, flush=True)
 
 if __name__ == "__main__":
-    assert Buffer is deep_ep.Buffer
+    assert Buffer is deep_ep.Buffer is deep_ep.buffers.legacy.Buffer
+    assert deep_ep.buffers.elastic.ElasticBuffer is deep_ep.ElasticBuffer
+    assert deep_ep.buffers.elastic.EPHandle is deep_ep.EPHandle
+    for name in ("EventHandle", "EventOverlap"):
+        assert getattr(deep_ep.utils.event, name) is getattr(deep_ep, name)
     print(sys.argv)
     child("itself")
     for method in ("spawn", "fork", "forkserver"):
@@ -334,6 +339,29 @@ def test_the_number_of_sms():
     assert not Buffer.is_sm90_compiled()
 
 
+def test_an_event_has_one_hook():
+    event = EventOverlap(EventHandle())
+    assert event.hook_after_wait is None
+    assert event.wait() is None
+    event.register_hook_after_wait(lambda: 7)
+    with pytest.raises(RuntimeError, match="hook"):
+        event.register_hook_after_wait(lambda: 8)
+    assert event.current_stream_wait() == 7
+    assert event.hook_after_wait is None
+    assert event.current_stream_wait() is None
+    event.hook_after_wait = lambda: 9
+    assert event.wait() == 9
+    # A `with` releases the event only if the call before it said so.
+    with event(release_handle=True):
+        event(release_handle=False)
+    assert event.event is not None
+    with event(True):
+        pass
+    assert event.event is None
+    event.hook_after_wait = lambda: 10
+    assert event.wait() == 10
+
+
 def test_events_without_an_operation():
     EventOverlap().current_stream_wait()
     called = []
@@ -343,7 +371,10 @@ def test_events_without_an_operation():
         assert entered is event
         assert not called
     assert called == [1]
-    event(release_handle=True)
+    assert event(release_handle=True) is event  # it only prepares the next `with`
+    assert event.event is not None
+    with event(release_handle=True):
+        assert event.event is not None
     assert event.event is None
     assert called == [1]
     Buffer.capture().event.synchronize()

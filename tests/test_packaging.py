@@ -389,11 +389,12 @@ class TestLater:
         result = run_python(
             """
 from mooncake import ep, pg
-from mooncake.mooncake_ep_buffer import Buffer
+from mooncake.mooncake_ep_buffer import Buffer, EventOverlap
 for name in ('MooncakeBackendOptions set_device_filter set_host_ip get_active_ranks get_peer_state'
              ' recover_ranks join_group get_num_synced_ranks extend_group_size_to').split():
     assert getattr(pg, name) is getattr(ep, name), name
 assert ep.get_ep_buffer_size_hint is Buffer.get_ep_buffer_size_hint
+assert EventOverlap is ep.EventOverlap
 for name in 'dispatch combine connect update_ep_member get_next_combine_buffer'.split():
     assert callable(getattr(Buffer, name)), name
 for name in 'Buffer Config ElasticBuffer EPHandle EventHandle EventOverlap'.split():
@@ -594,6 +595,7 @@ class TestInstall:
             "mooncake_backend/include/transfer_engine_c.h",
             "mooncake/pg.py",
             "mooncake/ep/buffer.py",
+            "mooncake/ep/on_path/deep_ep/buffers/legacy.py",
             "mooncake/ep/on_path/deep_ep/utils/math.py",
         ):
             assert name in names

@@ -1,0 +1,1 @@
+"""The modules that programs import from deep_ep.buffers."""
