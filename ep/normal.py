@@ -138,13 +138,9 @@ def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Part
 
 
 def route_of(exchange: Exchange, handle: Any) -> Route:
-    if not isinstance(handle, NormalHandle):
-        raise TypeError(
-            "handle must be the object that dispatch returned, not "
-            f"{type(handle).__name__}; a copy of its parts does not suffice"
-        )
-    exchange.check_route(handle.route)
-    return handle.route
+    route = NormalHandle.way_of(handle)
+    exchange.check_route(route)
+    return route
 
 
 def _checked_counts(num_tokens_per_expert: Any, on_host: bool) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .layout import CPU, RANKS_PER_RDMA_RANK
+from .tuple_handle import TupleHandle
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpBuffer, EpHandle, EpTokenHandle, EpWork
@@ -135,15 +136,12 @@ class Route:
         return native.number
 
 
-class NormalHandle(tuple[Any, ...]):
-    """DeepEP's handle of the normal mode, with a further attribute."""
+class NormalHandle(TupleHandle[Route], place=-1):
+    """DeepEP's handle of the normal mode."""
 
-    route: Route
-
-    def __new__(cls, parts: Sequence[Any], route: Route) -> NormalHandle:
-        handle = super().__new__(cls, parts)
-        handle.route = route
-        return handle
+    @property
+    def route(self) -> Route:
+        return self.way
 
 
 @dataclass(frozen=True)

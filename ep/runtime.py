@@ -15,6 +15,7 @@ from mooncake_backend.group import find_backend
 from mooncake_backend.options import ON_FAILURE, device_filter, transfer_engine
 
 from .events import EventOverlap, Operation, profiled
+from .tuple_handle import TupleHandle
 
 if TYPE_CHECKING:
     from mooncake_backend._C import EpBuffer, EpHandle, MooncakeBackend
@@ -90,16 +91,8 @@ def _rendezvous_host() -> str:
     return host
 
 
-class Handle(tuple[Tensor, Tensor, int, int, int]):
-    """DeepEP's handle, (src_info, layout_range, T, hidden, num_experts), with further attributes
-    that combine needs."""
-
-    native: EpHandle
-
-    def __new__(cls, parts: tuple[Tensor, Tensor, int, int, int], native: EpHandle) -> Handle:
-        handle = super().__new__(cls, parts)
-        handle.native = native
-        return handle
+class Handle(TupleHandle["EpHandle"], place=0):
+    """DeepEP's handle, (src_info, layout_range, T, hidden, num_experts)."""
 
 
 class Runtime:
@@ -217,7 +210,7 @@ class Runtime:
         wait_stats: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         _check_one_way_to_wait(async_finish, return_recv_hook)
-        self._check_handle("combine", handle)
+        native = self._native_of("combine", handle)
         are_tensors = isinstance(x, Tensor) and isinstance(topk_idx, Tensor)
         if not (are_tensors and isinstance(topk_weights, Tensor)):
             raise self._no_tensor("combine", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
@@ -226,7 +219,7 @@ class Runtime:
                 x,
                 topk_idx,
                 topk_weights,
-                handle.native,
+                native,
                 use_logfmt,
                 zero_copy,
                 out,
@@ -241,8 +234,8 @@ class Runtime:
         return combined_x, *_waits(operation, async_finish, return_recv_hook)
 
     def next_combine_buffer(self, handle: Handle) -> Tensor:
-        self._check_handle("get_next_combine_buffer", handle)
-        return self.native.next_combine_buffer(handle.native)
+        native = self._native_of("get_next_combine_buffer", handle)
+        return self.native.next_combine_buffer(native)
 
     def missing_contributions(self) -> Tensor:
         if self._last_combine is None:
@@ -255,12 +248,11 @@ class Runtime:
             f"rank {self.rank}, {operation}: {name} must be a tensor, not {type(value).__name__}"
         )
 
-    def _check_handle(self, operation: str, handle: Any) -> None:
-        if not isinstance(handle, Handle):
-            raise TypeError(
-                f"rank {self.rank}, {operation}: handle must be the object that dispatch returned, "
-                f"not {type(handle).__name__}; a copy of its parts does not suffice"
-            )
+    def _native_of(self, operation: str, handle: Any) -> EpHandle:
+        try:
+            return Handle.way_of(handle)
+        except TypeError as error:
+            raise TypeError(f"rank {self.rank}, {operation}: {error}") from None
 
 
 def _check_one_way_to_wait(async_finish: bool, return_recv_hook: bool) -> None:

@@ -112,7 +112,7 @@ COMBINE = {
     "two ways to wait": (
         {"async_finish": True, "return_recv_hook": True}, "ValueError", "return_recv_hook"
     ),
-    "the handle's parts": ({"handle": "parts"}, "TypeError", "handle"),
+    "copied parts of the handle": ({"handle": "parts"}, "TypeError", "keep the handle as it is"),
     "a handle of another buffer": ({"handle": "other"}, "ValueError", "handle"),
 }  # fmt: skip
 
@@ -206,7 +206,7 @@ def wrong_combine_on_rank(me, by, mistake):
     right = dict(arguments)
     arguments.update(at_home(changes))
     if arguments["handle"] == "parts":
-        arguments["handle"] = tuple(found[2])
+        arguments["handle"] = (found[2][0].clone(), *found[2][1:])
     elif arguments["handle"] == "other":
         arguments["handle"] = of_other[2]
     if me.rank in by:
@@ -239,7 +239,7 @@ def other_wrongs_on_rank(me):
         assert str(rank) in text
     for status in (torch.zeros(SIZE), torch.zeros(SIZE + 1, dtype=torch.int32)):
         assert raised(buffer.low_latency_query_mask_buffer, status)[0] == "ValueError"
-    parts = tuple(found[2])
+    parts = (found[2][0].clone(), *found[2][1:])
     assert raised(buffer.get_next_low_latency_combine_buffer, parts)[0] == "TypeError"
     kind, text = raised(buffer.clean_low_latency_buffer, 1000, HIDDEN, EXPERTS)
     assert kind == "ValueError"

@@ -101,7 +101,8 @@ NORMAL: Mistakes = {
     "worst tokens below 0": (always(num_worst_tokens=-1), "num_worst_tokens is -1"),
     "too few worst tokens": (always(num_worst_tokens=1), "num_worst_tokens is 1"),
     "no configuration": (always(config="fast"), "AttributeError.*num_sms"),
-    "a handle of parts": (always(handle=(1, 2)), "handle must be the object"),
+    "a handle of parts": (always(handle=(1, 2)), "handle must be that of a dispatch"),
+    "a handle of nothing": (always(handle=()), "handle must be that of a dispatch"),
     "no event": (always(previous_event=1), "AttributeError.*current_stream_wait"),
 }  # fmt: skip
 ELASTIC: Mistakes = {
@@ -146,9 +147,14 @@ SUMS: Mistakes = {
         always(bias=(torch.zeros(1, HIDDEN).bfloat16(),) * 3), "bias has 3 tensors",
     ),
     "a float mask": (always(active_ranks=torch.ones(SIZE)), "active_ranks must be int32"),
-    "no handle": (always(handle=None), "handle must be the"),
+    "no handle": (always(handle=None), "handle must be the|handle must be that of a dispatch"),
     "another buffer's handle": (
         lambda given: {"handle": given["of_other"]}, "of a dispatch of another buffer",
+    ),
+}  # fmt: skip
+OF_A_TUPLE: Mistakes = {
+    "copied parts of a handle": (
+        of("handle", lambda handle: tuple(one.clone() for one in handle)), "keep the handle as it",
     ),
 }  # fmt: skip
 AGAIN: Mistakes = {
@@ -247,7 +253,7 @@ def normal_on_rank(me: harness.Rank, by: Sequence[int], num_bytes: int) -> None:
     again = {"x": mine.x, **handles}
     check_mistakes(me, by, "dispatch", buffer.dispatch, again, AGAIN, then)
     sums = {"x": found[0], "topk_weights": found[2], **handles}
-    check_mistakes(me, by, "combine", buffer.combine, sums, SUMS, then)
+    check_mistakes(me, by, "combine", buffer.combine, sums, {**SUMS, **OF_A_TUPLE}, then)
     # In the background the pieces behind the error send nothing.
     background = finished(functools.partial(buffer.combine, async_finish=True))
     check_mistakes(me, by, "combine", background, sums, SUMS, then)

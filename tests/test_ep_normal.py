@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import signal
+import weakref
 from typing import Any
 
 import ep_crew
@@ -181,6 +184,39 @@ def deepep_on_rank(me: harness.Rank) -> None:
 @pytest.mark.parametrize("layout", ["shm", "device", "device-kernels"])
 def test_the_checks_of_deepeps_program(layout, crews):
     crews.get(layout, SIZE).call(deepep_on_rank)
+
+
+def copied_handles_on_rank(me: harness.Rank) -> None:
+    """Programs pack DeepEP's handle, a plain tuple, into others, and unpack it."""
+    experts = 8
+    buffer = Buffer(dist.group.WORLD, AMPLE)
+    given = drawn(4, [5, 9, 0, 12], experts)
+    mine = given[me.rank]
+    call = {
+        **layout(buffer, mine.topk_idx, experts),
+        "topk_idx": mine.topk_idx, "topk_weights": mine.weights,
+    }  # fmt: skip
+    found = buffer.dispatch(mine.x, **call)
+    expected = buffer.combine(found[0], found[4])[0]
+    for copied in (copy.copy, copy.deepcopy, tuple, list):
+        handle = copied(buffer.dispatch(mine.x, **call)[4])
+        assert torch.equal(buffer.dispatch(mine.x, handle=handle)[0], found[0])
+        assert torch.equal(buffer.combine(found[0], handle)[0], expected)
+    handle = buffer.dispatch(mine.x, **call)[4]
+    # The entry left out is the tensor that was given.
+    lasting = [weakref.ref(one) for one in (handle.route, *handle[:4], handle[5])]
+    copies = [copy.copy(handle), tuple(handle)]
+    handle = None
+    gc.collect()
+    assert all(one() is not None for one in lasting)
+    copies.clear()
+    gc.collect()
+    assert [one() for one in lasting] == [None] * 6
+
+
+@pytest.mark.parametrize("layout", ["shm", "device", "device-kernels"])
+def test_copies_of_handles(layout, crews):
+    crews.get(layout, SIZE).call(copied_handles_on_rank)
 
 
 # ---- numbers, formats, errors
