@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,10 +110,10 @@ def dispatch(
         arrived = exchange.dispatch_at_worst(
             sent, participation, agreed=agreed, weights=weights, most_rows=most_rows
         )
-    found, ends = list(arrived.fields), arrived.route.ends
+    route = replace(arrived.route, shown_rows=shown.num_worst_tokens)
+    found, ends = _shown(arrived.fields, route), route.ends
     if shown.num_worst_tokens > 0:
         per_expert = []
-        found = [padded(one, shown.num_worst_tokens) for one in found]
     recv_idx = recv_weights = None
     if topk_idx is not None:
         numbers = local_numbers(num_experts, size, rank, ends.device)
@@ -127,20 +128,26 @@ def dispatch(
         counts = Counts(arrived.table[:, size], arrived.table[:, :size], for_experts, 0, none)
     assert counts is not None
     parts = handle_parts(arrived, counts, rank, shown.num_channels, shown.num_worst_tokens)
-    handle = NormalHandle([part.to(home) for part in parts], arrived.route)
+    handle = NormalHandle([part.to(home) for part in parts], route)
     return Received(_rows_like(x, found), recv_idx, recv_weights, per_expert, handle)
 
 
 def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Participation) -> Rows:
     """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
     route = route_of(exchange, handle)
-    return _rows_like(x, exchange.dispatch_again(fields_of(x), route, participation))
+    found = exchange.dispatch_again(fields_of(x), route, participation)
+    return _rows_like(x, _shown(found, route))
 
 
 def route_of(exchange: Exchange, handle: Any) -> Route:
     route = NormalHandle.way_of(handle)
     exchange.check_route(route)
     return route
+
+
+def _shown(fields: Sequence[Tensor], route: Route) -> list[Tensor]:
+    """The fields with Route.shown_rows."""
+    return [padded(one, route.shown_rows or len(one)) for one in fields]
 
 
 def _checked_counts(num_tokens_per_expert: Any, on_host: bool) -> Tensor:

@@ -128,6 +128,7 @@ class Route:
     # behind them are zeros.
     kernels: EpTokenHandle | None = None
     is_at_worst: bool = False  # likewise, through host memory; there is one piece
+    shown_rows: int = 0  # of the results, in which zeros follow the received rows; 0: only these
 
     @property
     def number(self) -> int:

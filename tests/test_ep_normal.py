@@ -246,6 +246,11 @@ def worst_tokens_on_rank(me: harness.Rank) -> None:
     assert torch.equal(worst[0][:rows], exact[0])
     assert torch.equal(worst[1][:rows], exact[1])
     assert (worst[1][rows:] == -1).all()
+    again = buffer.dispatch(mine.x, handle=worst[4])[0]
+    assert len(again) == 100
+    assert torch.equal(again[:rows], exact[0])
+    assert not again[rows:].any()
+    assert len(buffer.dispatch(mine.x, handle=exact[4])[0]) == rows
     combined = buffer.combine(worst[0], worst[4], topk_weights=worst[2])
     expected = buffer.combine(exact[0], exact[4], topk_weights=exact[2])
     assert torch.equal(combined[0], expected[0])

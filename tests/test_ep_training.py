@@ -4,6 +4,7 @@ one process that has all experts and all data."""
 from __future__ import annotations
 
 import copy
+import functools
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -166,7 +167,7 @@ def test_training_has_the_loss_of_one_process(way, dense):
     harness.run_ranks(SIZE, trains, dense, **options)
 
 
-def gradients(me: harness.Rank) -> None:
+def gradients(me: harness.Rank, **how: Any) -> None:
     """Each is the other's backward, number by number."""
     buffer = Buffer(dist.group.WORLD, 1 << 20)
     _, _, idx = batches(1)[0]
@@ -174,7 +175,7 @@ def gradients(me: harness.Rank) -> None:
     idx[0] = -1
     x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.ones(TOKENS, TOPK, requires_grad=True)
-    found = functional.dispatch(buffer, x, idx, weights, EXPERTS)
+    found = functional.dispatch(buffer, x, idx, weights, EXPERTS, **how)
     rows = found.rows * (me.rank + 1)
     combined = functional.combine(buffer, rows, found.handle)
     (combined.float().sum() * 2 + found.topk_weights.sum() * 3).backward()
@@ -187,6 +188,10 @@ def gradients(me: harness.Rank) -> None:
 
 def test_gradients(crews):
     crews.get("shm", SIZE).call(gradients)
+
+
+def test_gradients_of_results_of_a_fixed_size(crews):
+    crews.get("shm", SIZE).call(functools.partial(gradients, num_worst_tokens=SIZE * TOKENS + 3))
 
 
 def survives(me: harness.Rank, victim: int) -> None:
