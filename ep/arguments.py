@@ -3,6 +3,8 @@ the operation: Exchange.call() adds them."""
 
 from __future__ import annotations
 
+import math
+import operator
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 
 Tensor = torch.Tensor
 Rows = Tensor | tuple[Tensor, Tensor]
+MOST_NUMBER = 2**31 - 1
+MOST_ELEMENTS = 2**48  # of a buffer: their bytes, of all ranks, still fit into 63 bits
 _DTYPES = {
     zlib.crc32(str(one).encode()): str(one).removeprefix("torch.")
     for one in vars(torch).values()
@@ -46,6 +50,23 @@ def check_number(name: str, given: Any, least: int) -> None:
         raise TypeError(f"{name} must be an int, not {type(given).__name__}")
     if given < least:
         raise ValueError(f"{name} is {given}, the least is {least}")
+    if given > MOST_NUMBER:
+        raise ValueError(f"{name} is {given}, the most is {MOST_NUMBER}")
+
+
+def check_room(least: int, **sizes: Any) -> None:
+    """Refuses sizes of a buffer that are no numbers, or for which no memory suffices. Names the
+    largest of them."""
+    numbers: dict[str, int] = {}
+    for name, given in sizes.items():
+        if isinstance(given, bool) or not hasattr(given, "__index__"):
+            raise TypeError(f"{name} must be an int, not {type(given).__name__}")
+        numbers[name] = operator.index(given)
+        if numbers[name] < least:
+            raise ValueError(f"{name} is {given}, the least is {least}")
+    largest = max(numbers, key=lambda name: numbers[name])
+    if numbers[largest] > MOST_NUMBER or math.prod(numbers.values()) > MOST_ELEMENTS:
+        raise ValueError(f"{largest} is {numbers[largest]}: no memory suffices for it")
 
 
 def fields_of(x: Rows) -> list[Tensor]:
@@ -65,12 +86,18 @@ def fields_of(x: Rows) -> list[Tensor]:
     return fields
 
 
-def check_topk(topk_idx: Tensor, topk_weights: Tensor | None, tokens: int) -> None:
+def check_choices(topk_idx: Any) -> None:
     check_tensor("topk_idx", topk_idx)
-    if topk_idx.dim() != 2 or len(topk_idx) != tokens or topk_idx.size(1) == 0:
-        raise ValueError(f"topk_idx has the sizes {list(topk_idx.shape)}, x has {tokens} tokens")
     if topk_idx.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"topk_idx is {_name(topk_idx.dtype)}, expected int64 or int32")
+    if topk_idx.dim() != 2 or topk_idx.size(1) == 0:
+        raise ValueError(f"topk_idx has the sizes {list(topk_idx.shape)}, expected [n, k]")
+
+
+def check_topk(topk_idx: Tensor, topk_weights: Tensor | None, tokens: int) -> None:
+    check_choices(topk_idx)
+    if len(topk_idx) != tokens:
+        raise ValueError(f"topk_idx has the sizes {list(topk_idx.shape)}, x has {tokens} tokens")
     if topk_weights is not None:
         check_sizes("topk_weights", topk_weights, torch.float32, topk_idx.shape)
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from . import normal, runtime
-from .arguments import Rows
+from .arguments import Rows, check_choices, check_room
 from .config import Config, combine_config, dispatch_config
 from .events import EventHandle, EventOverlap, current_device
 from .exchange import Exchange
-from .layout import layout_of
+from .layout import CPU, layout_of
 from .normal import Shown
 from .normal_handle import NormalHandle
 from .runtime import Handle, Hook, OnFailure, Received, Runtime
@@ -250,8 +250,9 @@ class Buffer:
     ) -> None:
         """Collective: waits for all ranks, so that the masks are up to date afterwards. There is
         nothing to clean: no operation leaves data that the next one could take for its own."""
-        nothing = torch.empty((0, hidden), dtype=torch.bfloat16)
-        nowhere = torch.empty((0, 1), dtype=torch.int64)
+        check_room(1, hidden=hidden)
+        nothing = torch.empty((0, hidden), dtype=torch.bfloat16, device=CPU)
+        nowhere = torch.empty((0, 1), dtype=torch.int64, device=CPU)
         self._low_latency().native.dispatch(
             nothing, nowhere, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=False,
             keeps_rows=False,
@@ -380,6 +381,8 @@ class Buffer:
         """
         if previous_event is not None:
             previous_event.current_stream_wait()
+        check_choices(topk_idx)
+        check_room(1, num_experts=num_experts)
         found = layout_of(topk_idx, num_experts, self.group_size)
         return (
             found.num_tokens_per_rank,

@@ -14,6 +14,7 @@ from mooncake_backend import extension
 from mooncake_backend.group import find_backend
 from mooncake_backend.options import ON_FAILURE, device_filter, transfer_engine
 
+from .arguments import check_choices, check_room
 from .events import EventOverlap, Operation, profiled
 from .tuple_handle import TupleHandle
 
@@ -32,6 +33,13 @@ def native() -> type[EpBuffer]:
 
 
 def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    check_room(
+        0,
+        num_max_dispatch_tokens_per_rank=num_max_tokens,
+        hidden=hidden,
+        num_ranks=num_ranks,
+        num_experts=num_experts,
+    )
     return native().size_hint(num_max_tokens, hidden, num_ranks, num_experts)
 
 
@@ -171,6 +179,13 @@ class Runtime:
         _check_one_way_to_wait(async_finish, return_recv_hook)
         if not (isinstance(x, Tensor) and isinstance(topk_idx, Tensor)):
             raise self._no_tensor("dispatch", x=x, topk_idx=topk_idx)
+        check_choices(topk_idx)
+        check_room(
+            1,
+            num_max_dispatch_tokens_per_rank=num_max_tokens,
+            hidden=max([1, *x.shape[-1:]]),
+            num_experts=num_experts,
+        )
         with profiled("dispatch"):
             rows, scales, counts, sources, ranges, native, work = self.native.dispatch(
                 x,
@@ -214,6 +229,7 @@ class Runtime:
         are_tensors = isinstance(x, Tensor) and isinstance(topk_idx, Tensor)
         if not (are_tensors and isinstance(topk_weights, Tensor)):
             raise self._no_tensor("combine", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
+        check_choices(topk_idx)
         with profiled("combine"):
             combined_x, missing, work = self.native.combine(
                 x,

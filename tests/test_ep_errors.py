@@ -47,6 +47,9 @@ DISPATCH = {
         f"{TOKENS + 1}.*{TOKENS}",
     ),
     "other tokens in topk_idx": ({"topk_idx": routes(0, TOKENS - 1)}, "ValueError", "topk_idx"),
+    "topk_idx is int16": (
+        {"topk_idx": routes(0).short()}, "ValueError", "topk_idx is int16, expected int64 or int32"
+    ),
     "topk_idx is float": ({"topk_idx": routes(0.5)}, "ValueError", "topk_idx"),
     "topk_idx has one dimension": (
         {"topk_idx": torch.zeros(TOKENS, dtype=torch.int64)}, "ValueError", "topk_idx"
@@ -58,6 +61,17 @@ DISPATCH = {
     "an expert below -1": ({"topk_idx": routes(-2)}, "ValueError", "-2"),
     "no experts": ({"num_experts": 0}, "ValueError", "num_experts|experts"),
     "more experts than there is room for": ({"num_experts": 1000}, "ValueError", "NEED"),
+    "more tokens than numbers have": (
+        {"num_max_dispatch_tokens_per_rank": 2**62}, "ValueError",
+        f"num_max_dispatch_tokens_per_rank is {2**62}",
+    ),
+    "more experts than numbers have": (
+        {"num_experts": 2**62}, "ValueError", f"num_experts is {2**62}"
+    ),
+    "tokens in words": (
+        {"num_max_dispatch_tokens_per_rank": "24"}, "TypeError",
+        "num_max_dispatch_tokens_per_rank must be an int",
+    ),
     "more tokens than there is room for": (
         {"num_max_dispatch_tokens_per_rank": 1000}, "ValueError", "NEED"
     ),
@@ -244,6 +258,19 @@ def other_wrongs_on_rank(me):
     kind, text = raised(buffer.clean_low_latency_buffer, 1000, HIDDEN, EXPERTS)
     assert kind == "ValueError"
     assert str(buffer.num_rdma_bytes) in text
+    kind, text = raised(buffer.clean_low_latency_buffer, TOKENS, 2**62, EXPERTS)
+    assert (kind, f"hidden is {2**62}" in text) == ("ValueError", True), text
+    for place, name in enumerate(
+        ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts")
+    ):
+        sizes = [TOKENS, HIDDEN, SIZE, EXPERTS]
+        sizes[place] = 2**62
+        kind, text = raised(Buffer.get_low_latency_rdma_size_hint, *sizes)
+        assert (kind, f"{name} is {2**62}" in text) == ("ValueError", True), text
+    kind, text = raised(buffer.get_dispatch_layout, mine.topk_idx.short(), EXPERTS)
+    assert (kind, "topk_idx is int16" in text) == ("ValueError", True), text
+    with torch.device("meta"):
+        buffer.clean_low_latency_buffer(TOKENS, HIDDEN, EXPERTS)
     round_trip(me, buffer, inputs, TOKENS, EXPERTS)
     buffer.destroy()
     buffer.destroy()

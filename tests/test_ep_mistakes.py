@@ -99,6 +99,7 @@ NORMAL: Mistakes = {
         of("num_tokens_per_expert", lambda counts: counts - 99), "num_tokens_per_expert has the",
     ),
     "worst tokens below 0": (always(num_worst_tokens=-1), "num_worst_tokens is -1"),
+    "too many worst tokens": (always(num_worst_tokens=2**62), f"num_worst_tokens is {2**62}"),
     "too few worst tokens": (always(num_worst_tokens=1), "num_worst_tokens is 1"),
     "no configuration": (always(config="fast"), "AttributeError.*num_sms"),
     "a handle of parts": (always(handle=(1, 2)), "handle must be that of a dispatch"),
@@ -113,6 +114,10 @@ ELASTIC: Mistakes = {
         r"names expert -2 of 8|topk_idx has the sizes \[1, 3\]",
     ),
     "no experts": (always(num_experts=0), "num_experts is 0"),
+    "experts without end": (always(num_experts=2**62), f"num_experts is {2**62}"),
+    "tokens without end": (
+        always(num_max_tokens_per_rank=2**62), f"num_max_tokens_per_rank is {2**62}",
+    ),
     "experts in words": (always(num_experts="8"), "num_experts must be an int"),
     "neither experts nor a handle": (always(topk_idx=None), "give a handle, or topk_idx"),
     "tokens below 0": (always(num_max_tokens_per_rank=-1), "num_max_tokens_per_rank is -1"),
