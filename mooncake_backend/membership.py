@@ -29,8 +29,6 @@ __all__ = [
     "SyncAfterFailureResponse",
     "SyncAfterFailureStatus",
     "acknowledge_loss",
-    "activate_ranks",
-    "deactivate_ranks",
     "extend_group_size_to",
     "get_active_ranks",
     "get_current_epoch",
@@ -131,14 +129,14 @@ def acknowledge_loss(group: Any) -> bool:
 
 
 def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
-    """Tells for each of these ranks whether it is in the group's view and not accused here. Local:
-    no rank is asked."""
+    """Tells for each of these ranks whether it is in the group's view and not accused here. False
+    for numbers from the group's size on, up to the length of its get_active_ranks(). Local: no rank
+    is asked."""
     backend = backend_of(group)
+    size = backend.size()
     for rank in ranks:
-        if not 0 <= rank < backend.size():
-            raise RuntimeError(
-                f"invalid argument: rank {rank} is not in a group of {backend.size()}"
-            )
+        if not (0 <= rank < size or size <= rank < backend.active_ranks.numel()):
+            raise RuntimeError(f"invalid argument: rank {rank} is not in a group of {size}")
     healthy = set(backend.survivors) - {seen.rank for seen in get_evidence(group)}
     return [rank in healthy for rank in ranks]
 
@@ -224,10 +222,10 @@ def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
     return function
 
 
+# Without activate_ranks and deactivate_ranks: programs take an import of these as proof that they
+# work. The functions below are imported together with functions that work.
 _CHANGE = "changing a group's ranks (replace, grow, shrink)"
 
-activate_ranks = not_yet("activate_ranks", _CHANGE)
-deactivate_ranks = not_yet("deactivate_ranks", _CHANGE)
 extend_group_size_to = not_yet("extend_group_size_to", _CHANGE)
 join_group = not_yet("join_group", _CHANGE)
 recover_ranks = not_yet("recover_ranks", _CHANGE)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, overload
 
 import torch
@@ -121,7 +122,7 @@ def microseconds(function: str, us: int) -> float:
         raise ValueError(f"{function} takes microseconds, not the negative number {us}")
     if us > _MOST_MICROSECONDS:
         raise ValueError(f"{function} takes at most {_MOST_MICROSECONDS} microseconds, not {us}")
-    return us / 1e6
+    return int(us) / 1e6
 
 
 @dataclass(init=False)
@@ -236,6 +237,7 @@ class MooncakeBackendOptions:
                 raise TypeError(f"max_group_size must be an int, not {self.max_group_size!r}")
             if self.max_group_size < 1:
                 raise ValueError(f"max_group_size must be positive, not {self.max_group_size}")
+            self.max_group_size = int(self.max_group_size)
         for name, default in _DEFAULTS.items():
             if getattr(self, name) != default:
                 raise NotImplementedError(_MISSING[name])
@@ -248,6 +250,8 @@ class MooncakeBackendOptions:
         if isinstance(self.failure_timeout, timedelta):
             self.failure_timeout = self.failure_timeout.total_seconds()
         _check_failure_timeout(self.failure_timeout)
+        if self.failure_timeout is not None:
+            self.failure_timeout = float(self.failure_timeout)
         if self.on_failure not in (None, *ON_FAILURE):
             raise ValueError(f"on_failure must be one of {ON_FAILURE}, not {self.on_failure!r}")
         if self.lost_messages not in (None, *LOST_MESSAGES):
@@ -307,10 +311,10 @@ def _check_failure_timeout(seconds: object) -> None:
     """Not even "never" is allowed: a silent rank would block all others for ever."""
     if seconds is None:
         return
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
+    if not isinstance(seconds, Real) or isinstance(seconds, bool):
         raise TypeError(f"failure_timeout takes seconds or a timedelta, not {seconds!r}")
     least, most = _FAILURE_TIMEOUTS
-    if not least <= seconds <= most:  # nor NaN
+    if not least <= float(seconds) <= most:  # nor NaN
         raise ValueError(
             f"failure_timeout is {seconds} seconds; it must be at least {least} and at most "
             f"{most:.0f}, a day"
@@ -326,7 +330,8 @@ class UpstreamOptions(MooncakeBackendOptions):
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Also for NumPy's integers."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def env_flag(name: str, default: str = "1") -> bool:

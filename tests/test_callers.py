@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
 
 import harness
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,6 +179,23 @@ def test_sync_after_failure_returns_when_the_view_is_agreed():
         crew.results(dead=[1])
 
 
+def capacity_on_rank(me):
+    """SGLang polls the slots that ranks may join later."""
+    active = torch.ones(8, dtype=torch.int32)
+    me.init(options=MooncakeBackendOptions(active, False, 8, failure_timeout=30))
+    world = dist.group.WORLD
+    assert membership.get_peer_state(world, [3, 0, 7]) == [False, True, False]
+    assert membership.get_peer_state(dist.new_group([0, 1, 2]), [2]) == [True]
+    assert membership.get_num_synced_ranks(world) == 3
+    for wrong in (8, -1):
+        kind, text = raised(membership.get_peer_state, world, [wrong])
+        assert (kind, f"rank {wrong}" in text) == ("RuntimeError", True), text
+
+
+def test_slots_that_no_rank_has_yet():
+    harness.run_ranks(3, capacity_on_rank, backend=None, **over("shm"))
+
+
 # ---- settings
 
 
@@ -207,7 +227,13 @@ def test_timeouts_are_settings_of_later_groups(settings):
     membership.set_p2p_timeout_us(7_000_000)
     given = MooncakeBackendOptions().for_group(2)
     assert (given["failure_timeout"], given["message_timeout"]) == (2.5, 7.0)
-    assert MooncakeBackendOptions(failure_timeout=9).for_group(2)["failure_timeout"] == 9
+    for nine in (9, np.int64(9), np.float32(9), Fraction(9), timedelta(seconds=9)):
+        found = MooncakeBackendOptions(failure_timeout=nine).for_group(2)["failure_timeout"]
+        assert (type(found), found) == (float, 9.0)
+    by_size = MooncakeBackendOptions(np.int64(4), False)
+    assert type(by_size.for_group(2)["max_group_size"]) is int
+    membership.set_collective_timeout_us(np.int64(2_500_000))
+    assert type(MooncakeBackendOptions().for_group(2)["failure_timeout"]) is float
     membership.set_collective_timeout_us(100)  # a busy machine must not look dead
     membership.set_p2p_timeout_us(0)
     given = MooncakeBackendOptions().for_group(2)

@@ -379,7 +379,12 @@ class TestGroup:
 
 
 class TestLater:
-    @pytest.mark.parametrize("name", ["recover_ranks", "join_group", "activate_ranks"])
+    @pytest.mark.parametrize("name", ["activate_ranks", "deactivate_ranks"])
+    def test_what_callers_probe_by_an_import_is_not_there(self, name):
+        assert name not in membership.__all__
+        assert not hasattr(membership, name)
+
+    @pytest.mark.parametrize("name", ["recover_ranks", "join_group", "extend_group_size_to"])
     def test_what_is_missing_says_so_when_called(self, name):
         with pytest.raises(NotImplementedError, match=rf"{name} is not available.*is missing"):
             getattr(membership, name)(None, [1])
@@ -395,6 +400,7 @@ for name in ('MooncakeBackendOptions set_device_filter set_host_ip get_active_ra
     assert getattr(pg, name) is getattr(ep, name), name
 assert ep.get_ep_buffer_size_hint is Buffer.get_ep_buffer_size_hint
 assert EventOverlap is ep.EventOverlap
+assert not hasattr(pg, 'deactivate_ranks') and not hasattr(ep, 'deactivate_ranks')
 for name in 'dispatch combine connect update_ep_member get_next_combine_buffer'.split():
     assert callable(getattr(Buffer, name)), name
 for name in 'Buffer Config ElasticBuffer EPHandle EventHandle EventOverlap'.split():
