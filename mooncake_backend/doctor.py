@@ -237,6 +237,11 @@ def _connections() -> Finding:
 
 def _trial() -> Finding:
     """Runs an all_reduce on two ranks of this host."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        text = f"{error}: set TMPDIR to a folder that can be written"
+        return Finding(NOTE, "two-rank trial", text)
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
         ranks = [

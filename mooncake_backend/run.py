@@ -6,7 +6,9 @@ docs/launching.md.
 
 from __future__ import annotations
 
+import socket
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -33,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.run_path, given.module = False, True
         given.training_script_args.insert(0, given.training_script)
         given.training_script = "mooncake_backend.launcher.run_path"
+    if given.standalone and given.local_addr is None and not _has_a_name():
+        given.local_addr = "127.0.0.1"
     journal = Journal()
     torch_parts.set_agent(partial(AGENTS[given.on_death], journal))
     try:
@@ -77,7 +81,20 @@ def _wrong(given: Namespace) -> str | None:
         return f"--on-death must be continue or restart, not {given.on_death!r}"
     if given.on_death == "continue" and given.max_restarts:
         return "--max-restarts is for --on-death restart: continue starts no rank again"
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        return f"{error}: set TMPDIR to a folder that can be written"
     return None
+
+
+def _has_a_name() -> bool:
+    """Whether the name that torch gives the ranks as this host's leads to an address."""
+    try:
+        socket.getaddrinfo(socket.getfqdn(), None)
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -555,6 +557,30 @@ def test_flags_without_a_meaning_are_refused(flags, says, capsys):
         run.main([*flags, "script.py"])
     assert refused.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_standalone_needs_no_name_of_the_host(site: Site):
+    code, said = site.run(
+        'say("address", os.environ["MASTER_ADDR"])', main=_without_a_name_of_the_host
+    )
+    assert code == 0, said
+    assert [site.heard("address", rank) for rank in (0, 1)] == ["127.0.0.1"] * 2
+
+
+def _without_a_name_of_the_host(arguments: Sequence[str]) -> int:
+    socket.getfqdn = lambda name="": "no-such-host.invalid"
+    return run.main(arguments)
+
+
+def test_without_a_temporary_folder_it_says_so(monkeypatch, capsys):
+    def nowhere() -> str:
+        raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(SystemExit) as end:
+        run.main(["--standalone", "rank.py"])
+    assert end.value.code == 2
+    assert "set TMPDIR to a folder that can be written" in capsys.readouterr().err
 
 
 def test_it_is_installed_as_a_command():

@@ -417,6 +417,15 @@ print('fine')
 
 
 class TestDoctor:
+    def test_without_a_temporary_folder_it_makes_no_trial(self, monkeypatch):
+        def nowhere() -> str:
+            raise FileNotFoundError("No usable temporary directory found in ['/tmp']")
+
+        monkeypatch.setattr(doctor.tempfile, "gettempdir", nowhere)
+        found = doctor._trial()
+        assert (found.state, found.name) == (doctor.NOTE, "two-rank trial")
+        assert "set TMPDIR to a folder that can be written" in found.text
+
     def test_it_tells_what_there_is_of_a_fabric(self, monkeypatch):
         def found() -> dict[str, str]:
             lines: list[str] = []
