@@ -250,7 +250,12 @@ class Buffer:
     ) -> None:
         """Collective: waits for all ranks, so that the masks are up to date afterwards. There is
         nothing to clean: no operation leaves data that the next one could take for its own."""
-        check_room(1, hidden=hidden)
+        check_room(
+            1,
+            num_max_dispatch_tokens_per_rank=num_max_dispatch_tokens_per_rank,
+            hidden=hidden,
+            num_experts=num_experts,
+        )
         nothing = torch.empty((0, hidden), dtype=torch.bfloat16, device=CPU)
         nowhere = torch.empty((0, 1), dtype=torch.int64, device=CPU)
         self._low_latency().native.dispatch(

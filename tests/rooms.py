@@ -34,11 +34,12 @@ ROOMS = {
     "mooncake_backend": "beginning callers ddp_after_loss errors groups hangs objects_after_loss "
     "packaging readme supported surface",
     "tests/fake_device": "fake_device device* ep_device transfer_device",
+    "tests/gpu": "gpu_*",
     "docs": "checkpoint_docs docs readme supported ep_docs transfer_docs",
     "README.md": "docs readme supported",
     "pyproject.toml": "packaging",
 }
-NOTHING = ("benchmarks", "CHANGELOG.md", "tests/cpp", "tests/fuzz", "tests/gpu")
+NOTHING = ("benchmarks", "CHANGELOG.md", "tests/cpp", "tests/fuzz")
 
 
 def changed_files() -> list[str]:

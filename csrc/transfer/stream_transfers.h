@@ -17,8 +17,7 @@ namespace mooncake::transfer {
 
 // Transfers in the order of a program's stream: they begin when the stream comes to them, and the
 // stream goes on when they are over. The host does not wait. Stream and host tell each other by words
-// in pinned memory, which the thread mooncake-order looks at. If the stream shares a hardware queue
-// with the engine's copies, both wait for each other (docs/gpu.md). Any thread.
+// in pinned memory, which the thread mooncake-order looks at. Any thread.
 class StreamTransfers {
  public:
   struct Calls {

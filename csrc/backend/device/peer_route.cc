@@ -65,7 +65,8 @@ bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline de
   if (!peers.ok()) {
     log(LogLevel::kWarning, "group '" + settings_.name + "'",
         "no kernels, though MOONCAKE_PEER_BYTES asks for them: tensors of devices go through host "
-        "memory: ", peers.error().message);
+        "memory: ",
+        peers.error().message);
     return false;
   }
   // The stream is not lent to others before the kernels have ended.
@@ -96,7 +97,8 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   const c10::Stream& stream = isRecorded ? streams->recordings() : streams->collectives();
   std::optional<PeerQueue::Recording> recording;
   if (isRecorded)
-    recording.emplace(peers_->queue(), OwnStream::nativeOf(stream), !OwnStream::isCapturing(stream));
+    recording.emplace(peers_->queue(), OwnStream::nativeOf(stream),
+                      !OwnStream::isCapturing(stream));
   c10::Event reached(device.type());
   reached.record(callers);
   reached.block(stream);
