@@ -207,6 +207,7 @@ Result<DeviceStream> StreamQueues::take(StreamRole role, std::optional<DeviceStr
   const auto apartFrom = programs ? leaveToProgram(*programs) : std::nullopt;
   if (role == StreamRole::kWaits) return takeAlone(apartFrom);
   if (!checkQueues().ok()) return takeLoose();
+  if (role == StreamRole::kStops) return takeUnused([](size_t i) { return i == kOfPrompt; });
   const auto alone = takeAlone(apartFrom);
   if (alone.ok() || alone.error().code != ErrorCode::kExhausted) return alone;
   auto shared = takeUnused([](size_t i) { return i == kShared; });

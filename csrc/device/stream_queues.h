@@ -20,6 +20,7 @@ enum class StreamRole {
   kRecords,  // nothing, because its work is only recorded into graphs
   kFollows,  // events of the program's streams, or kernels that wait for other ranks
   kWaits,    // words of the host
+  kStops,    // kernels that it stops. It is in the queue of prompt work, whose streams all share
 };
 
 // The streams of this library on one device, by the hardware queue that they share. A device has few

@@ -66,7 +66,11 @@ Status PeerQueue::start(const Settings& settings) {
     const auto queues = accelerator_.streamQueues(stream_.device);
     if (!queues.ok()) return queues.error();
     MOONCAKE_TRY((*queues)->checkPrompt());  // for acknowledge(), and for copies of the proxy
-    if (settings.maySkip) beside_ = *queues;
+    if (settings.maySkip) {
+      const auto beside = (*queues)->take(StreamRole::kStops);
+      if (!beside.ok()) return beside.error();
+      beside_ = *beside;
+    }
   }
   auto guard = PeerGuard::make(
       *control_, *view_, area_->words(), settings.banks,
@@ -97,8 +101,9 @@ PeerQueue::~PeerQueue() {
   // Replays that come later find the refusal on the device. An error shows below.
   if (order_.hasGraphs()) (void)acknowledge();
   Status over = accelerator_.synchronize(stream_);
-  for (const DeviceStream& stream : stoppers_)
-    if (over.ok()) over = accelerator_.synchronize(stream);
+  if (beside_ && over.ok()) over = accelerator_.synchronize(*beside_);
+  const auto queues = accelerator_.streamQueues(stream_.device);
+  if (beside_ && over.ok() && queues.ok()) (*queues)->giveBack(*beside_);
   if (!over.ok()) {
     log(LogLevel::kWarning, accelerator_.name(),
         "kernels of a group may still run, so their memory stays: ", over.error().message);
@@ -112,11 +117,7 @@ PeerQueue::~PeerQueue() {
 
 Status PeerQueue::acknowledge() {
   kernels::AcknowledgeArguments arguments{area_->state()};
-  const DeviceStream stream = beside_ ? beside_->prompt() : stream_;
-  if (beside_ &&
-      std::ranges::find(stoppers_, stream.handle, &DeviceStream::handle) == stoppers_.end())
-    stoppers_.push_back(stream);
-  return accelerator_.launch(stream,
+  return accelerator_.launch(beside_.value_or(stream_),
                              {.kernel = KernelId::kAcknowledge, .arguments = bytesOf(arguments)});
 }
 
@@ -151,7 +152,7 @@ kernels::Exchange PeerQueue::exchange(uint32_t call, Deadline deadline,
           .scratch = nullptr,
           .output = nullptr,
           .isOfGraph = recording_.has_value(),
-          .isHeld = recording_.has_value() || beside_ != nullptr,
+          .isHeld = recording_.has_value() || beside_.has_value(),
           .skipNs = uint64_t(std::chrono::nanoseconds(skipAfter).count())};
 }
 

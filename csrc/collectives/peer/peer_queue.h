@@ -111,10 +111,10 @@ class PeerQueue {
   std::unique_ptr<PeerGuard> guard_;
   ReplayOrder order_;
   std::optional<DeviceStream> recording_;
-  StreamQueues* beside_ = nullptr;      // their prompt stream stops kernels; null: `stream_` does
-  std::vector<DeviceStream> stoppers_;  // those that have
-  bool isOrdered_ = false;              // the graph that is recorded begins in the order of replays
-  uint64_t decisionNs_ = 0;             // see kernels::Exchange; of a graph's operation
+  // Stops kernels; none: `stream_` does. No copies are on it: kernels may wait for these.
+  std::optional<DeviceStream> beside_;
+  bool isOrdered_ = false;   // the graph that is recorded begins in the order of replays
+  uint64_t decisionNs_ = 0;  // see kernels::Exchange; of a graph's operation
   uint32_t mostBlocks_ = 1;
 };
 

@@ -309,6 +309,23 @@ TEST(StreamQueues, PromptWorkLeavesAQueueThatTheProgramHoldsUp) {
   device.release();
 }
 
+// Copies may be what the stopped kernels wait for.
+TEST(StreamQueues, WhatStopsKernelsHasAStreamOfItsOwn) {
+  for (const size_t count : {2, 8}) {
+    Device device(count);
+    StreamQueues& queues = device.queues();
+    const DeviceStream waits = valueOf(queues.take(StreamRole::kFollows));
+    device.hold(waits);
+    std::set<void*> handles{queues.prompt().handle};
+    for (int i = 0; i < 3; ++i) {
+      const DeviceStream stops = valueOf(queues.take(StreamRole::kStops));
+      EXPECT_TRUE(handles.insert(stops.handle).second);
+      EXPECT_TRUE(device.moves(stops, seconds(10)));
+    }
+    device.release();
+  }
+}
+
 TEST(StreamQueues, WithoutWordsOfTheDriverNoStreamWaits) {
   Device device(8);
   EXPECT_OK(device.devices->inject(
