@@ -1,8 +1,7 @@
 """`mooncake_http_metadata_server`: a directory of transfer engines, by name.
 
 An engine that is given "http://host:port/metadata" publishes its address there. The server takes
-GET, PUT and DELETE of /metadata?key=KEY, and keeps values in memory. It needs aiohttp, which comes
-with `pip install 'mooncake-backend[metadata]'`."""
+GET, PUT and DELETE of /metadata?key=KEY, and keeps values in memory. It needs aiohttp."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ def load_aiohttp() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"the metadata server needs aiohttp, which cannot be imported ({error}): "
-            "pip install 'mooncake-backend[metadata]', or pip install aiohttp"
+            "pip install aiohttp"
         ) from error
     return web
 
