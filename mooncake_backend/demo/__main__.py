@@ -12,7 +12,7 @@ try:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 except ImportError:
-    sys.exit("the demo needs its extra packages: pip install 'mooncake-backend[demo]'")
+    sys.exit("the demo needs its extra packages: pip install rich matplotlib numpy")
 
 from mooncake_backend.demo.launch import Kill, Run, RunError, launch
 from mooncake_backend.demo.mixture import LENGTH
