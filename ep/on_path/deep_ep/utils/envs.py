@@ -37,7 +37,7 @@ def get_local_seed() -> int:
 def dist_print(s: str = "", once_in_node: bool = False) -> None:
     """Prints on all ranks, or on the first rank of each host; then a barrier."""
     if _state.local_rank == 0 or not once_in_node:
-        print(s, flush=True)
+        print(f"{s}\n", end="", flush=True)  # one write, so lines of ranks do not mix
     dist.barrier()
 
 
