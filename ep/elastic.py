@@ -14,7 +14,7 @@ from . import elastic_mode, one_rounding, reference, runtime
 from .arguments import Rows, check_number, check_sizes, check_tensor
 from .elastic_handle import EPHandle
 from .elastic_mode import Form
-from .events import EventHandle, EventOverlap, current_stream
+from .events import EventHandle, EventOverlap, current_stream, profiled
 from .exchange import Exchange
 from .expansion import aligned
 from .runtime import OnFailure, Runtime
@@ -347,7 +347,8 @@ class ElasticBuffer:
         stream = current_stream()
         if with_cpu_sync and stream is not None:
             stream.synchronize()
-        self._runtime.native.count_tokens([0])
+        with profiled("barrier"):
+            self._runtime.native.count_tokens([0])
 
     @staticmethod
     def capture() -> EventHandle:

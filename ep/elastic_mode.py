@@ -20,7 +20,7 @@ from .arguments import (
     form_of,
 )
 from .elastic_handle import EPHandle, Returning, Way, metadata_of, places_at_ranks
-from .events import EventOverlap
+from .events import EventOverlap, profiled
 from .exchange import Exchange, Participation, Sent
 from .expansion import Expansion, aligned
 from .layout import (
@@ -218,7 +218,10 @@ def combine(
                     "the combine of an expanded dispatch takes topk_weights only with "
                     "allow_multiple_reduction"
                 )
-            return one_rounding.combine(exchange, x, handle, biases, participation, async_finish)
+            with profiled("combine"):
+                return one_rounding.combine(
+                    exchange, x, handle, biases, participation, async_finish
+                )
         place = home if exchange.uses_words(home) else route.ends.device
         expansion = expansion.on(place)
         x = expansion.fold(x.to(place)).to(home)

@@ -11,6 +11,7 @@ import torch
 
 from .arguments import Agreed, check_homes, plain
 from .device_exchange import Sizes
+from .events import profiled
 from .layout import keep_until_passed
 from .normal_handle import Arrived, Piece, Route, clear_behind
 
@@ -83,7 +84,7 @@ def dispatch_again(
         )
     same = repr([(one.dtype, one.size(1)) for one in fields]).encode()
     into = [one.new_empty((route.num_rows, one.size(1))) for one in fields]
-    with exchange.step():
+    with profiled("dispatch"), exchange.step():
         exchange.runtime.native.send_tokens_as_worst(
             route.pieces[0].native,
             fields,

@@ -90,6 +90,11 @@ import sys, torch, torch.distributed as dist, deep_ep
 from deep_ep.utils import gate, refs
 from deep_ep.utils.envs import dist_print, init_dist, init_seed, get_global_seed, get_local_seed
 from deep_ep.utils.math import align
+from deep_ep.utils.testing import bench_kineto
+
+def profile(buffer, call, names):
+    return bench_kineto(call, names, num_tests=3, suppress_kineto_output=True,
+                        barrier_comm_profiling=True, barrier=buffer.barrier)
 
 def loop(local_rank, num_local_ranks):
     rank, num_ranks, group = init_dist(local_rank, num_local_ranks, seed=3)
@@ -123,6 +128,15 @@ def loop(local_rank, num_local_ranks):
         levels = (False, False) if once else (True, False)
         expected = refs.combine(every, topk_idx, 1, num_ranks, experts, bias, *levels)
         assert torch.equal(combined, expected)
+        kernels = ("dispatch_impl", "dispatch_copy_epilogue_impl")
+        for sent in (dict(topk_idx=topk_idx, topk_weights=weights, num_experts=experts),
+                     dict(topk_weights=weights, handle=handle, do_expand=True)):
+            whole, copy = profile(buffer, lambda: buffer.dispatch(x, **sent), kernels)
+            assert whole == copy > 0
+        kernels = ("combine_impl", "combine_reduce_epilogue_impl")
+        whole, copy = profile(buffer, lambda: buffer.combine(rows, handle), kernels)
+        assert whole == copy > 0
+        assert profile(buffer, lambda: [buffer.barrier() for _ in range(4)], "barrier") > 0
         buffer.destroy()
     dist_print(f"rank {rank} of {num_ranks} is through")
     dist_print("once", once_in_node=True)
