@@ -362,7 +362,10 @@ def errors_of_all_ranks(me):
     assert (kind, "on cpu" in text, "rank 1" in text) == ("ValueError", True, True), text
     answers = answers_of(given, EXPERTS)
     if me.rank == 1:
-        assert raised(buffer.combine, answers[1], tuple(found[4]))[0] == "TypeError"
+        assert (
+            raised(buffer.combine, answers[1], tuple(part.clone() for part in found[4]))[0]
+            == "TypeError"
+        )
     for _ in range(2):
         combined = buffer.combine(answers[me.rank], found[4])
         check_combine(me, combined, answers, given, EXPERTS, buffer.missing_contributions)

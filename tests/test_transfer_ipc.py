@@ -40,8 +40,8 @@ def without_buffers(me, engine, target, addresses):
     from fake_device import control
 
     here = registered(engine, other())
-    # Transfers through host memory would fail. The first call is for the words that find queues.
-    control.inject("allocatePinned", n=2, times=1000)
+    # Transfers through host memory would fail. The first calls are for the words that find queues.
+    control.inject("allocatePinned", n=3, times=1000)
     return both_ways(engine, target, addresses, here, 1)
 
 

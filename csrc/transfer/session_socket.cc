@@ -171,7 +171,10 @@ Result<SessionListener> listenForSessions(const EngineEnv& env, const TransferEn
       }
     }
     if (isFixed) {
-      return Error{last.code, last.message + ": set MOONCAKE_HOST_IP to an address of this host"};
+      const bool isBound = !env.hostIp && settings.tcpBindAddress;
+      return Error{last.code, last.message + ": set " +
+                                  (isBound ? "MC_TCP_BIND_ADDRESS" : "MOONCAKE_HOST_IP") +
+                                  " to an address of this host"};
     }
   }
   const auto address = firstOfHost();
