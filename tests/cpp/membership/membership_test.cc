@@ -465,13 +465,19 @@ TEST_P(MembershipInOneProcess, WhoSubscribesLateIsToldWhatHappened) {
 }
 
 TEST_P(MembershipInOneProcess, RanksThatLeaveReportNoGoodbye) {
-  for (const int rank : {0, 1}) members[rank]->holdGoodbyes(Clock::now() + std::chrono::hours(1));
   std::vector<Recorder> recorders(2);
+  const auto awaitLoop = [&](int rank) {
+    members[rank]->subscribe(&recorders[rank]);
+    members[rank]->unsubscribe(&recorders[rank]);
+  };
+  for (const int rank : {0, 1}) {
+    members[rank]->holdGoodbyes(Clock::now() + std::chrono::hours(1));
+    awaitLoop(rank);
+  }
   engines[2]->leave();
   for (const int rank : {0, 1}) {
     ASSERT_TRUE(eventually([&] { return members[rank]->peer(2)->disconnected.load(); }));
-    members[rank]->subscribe(&recorders[rank]);  // the loop has handled the goodbye
-    members[rank]->unsubscribe(&recorders[rank]);
+    awaitLoop(rank);
     EXPECT_EQ(members[rank]->view().epoch, 1u);
   }
   for (const int rank : {0, 1}) {
