@@ -200,6 +200,7 @@ def test_a_program_of_deepep(apart, tmp_path):
         "MASTER_PORT": "8361",
         "WORLD_SIZE": "2",
     }
+    devices.skip_without_queues(environment, least=2)
     programs = [
         subprocess.Popen(
             ["ip", "netns", "exec", host.namespace, sys.executable, "-m", "mooncake.ep.deepep",

@@ -89,7 +89,7 @@ void ActiveRanks::pushAfter(uint64_t active) {
   push();
 }
 
-// No stream of ours may wait for the caller's: others would come behind it in their queue.
+// No stream of ours may wait for the caller's: other streams of its queue would wait, too.
 void ActiveRanks::copyToDevice() {
   const DeviceScope device(shown_.device());
   const Deadline deadline = Deadline::after(kPushLimit);

@@ -223,7 +223,7 @@ Result<DeviceStream> StreamQueues::takeBeside(DeviceStream taken) {
   return takeUnused([only = known->second](size_t i) { return i == only; });
 }
 
-// A stream whose end cannot be known keeps its queue.
+// If the end of its work cannot be known, the stream keeps its queue.
 void StreamQueues::giveBack(DeviceStream stream) {
   const auto isCapturing = accelerator_.isCapturing(stream);
   if (!isCapturing.ok() || *isCapturing) return;

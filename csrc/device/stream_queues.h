@@ -20,7 +20,7 @@ enum class StreamRole {
   kRecords,  // nothing, because its work is only recorded into graphs
   kFollows,  // events of the program's streams, or kernels that wait for other ranks
   kWaits,    // words of the host
-  kStops,    // kernels that it stops. It is in the queue of prompt work, whose streams all share
+  kStops,    // kernels that it stops. It is in the queue of prompt work, with a stream of its own
 };
 
 // The streams of this library on one device, by the hardware queue that they share. A device has few
@@ -36,7 +36,7 @@ enum class StreamRole {
 //   - With one queue, prompt work may come behind a stream that waits.
 //
 // Other streams of the program are in any queue. So prompt work asks each time for a stream that
-// moves. Streams are never destroyed: torch's allocators remember those that have used their memory.
+// moves. Streams are never destroyed: torch's allocators remember the streams that used memory.
 // Thread-safe.
 class StreamQueues {
  public:
@@ -114,7 +114,7 @@ class StreamQueues {
   std::optional<size_t> leaveToProgram(DeviceStream programs);
   void endLeaving();
   void backInQueue(DeviceStream stream);
-  // Tells findMoving() the queues, those without owners first.
+  // Tells findMoving() the queues, first the ones without owners.
   void showMoving();
 
   Accelerator& accelerator_;
@@ -132,7 +132,7 @@ class StreamQueues {
   std::mutex movingMutex_;
   std::unique_ptr<QueueProbe> mover_;  // null: without words
   std::vector<DeviceStream> moving_;   // at least one
-  size_t unowned_ = 0;                 // so many of them come first; at least one
+  size_t unowned_ = 0;  // number of them without owners, which come first; at least one
 };
 
 }  // namespace mooncake

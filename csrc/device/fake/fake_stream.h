@@ -54,7 +54,7 @@ class FakeStream {
   void close();
   // Drops the tasks that have not begun, and ends awaitWord(). Later calls fail.
   void halt();
-  // The first half of halt(): no task begins any more, but those that wait for the queue stay there.
+  // The first half of halt(): no task begins any more, but tasks that wait for the queue stay there.
   void stop();
   // The thread is over, or was never there.
   bool hasEnded();
