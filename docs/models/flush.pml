@@ -14,6 +14,9 @@
  *   -DVL=1       views that take out who has left: nobody is lost with it
  *   -DSK=1       wishes to skip whoever has not begun the operation
  *   -DPRE=1      the last rank was out before the group was made; each of the others knew that then, or learns it later
+ *   -DMV=1       renewals: so many members at most wish to move to the next series, for which all are prepared (no code yet:
+ *                "Renewals" in docs/membership.md). -DRDY: each is prepared at its own time. -DFOLLOWED=1: operation 0 is followed by
+ *                another one of the same call (bits). -DCARRY: the next series writes to memory of this one
  *   -DM_...      one rule broken: must give a counterexample
  *   -DLATE       (traces) the leaver alone decides a timeout, until there is a view
  *   -DTRACE=1    for simulation, 10: so often all over again. Says each step, its rank, k, and what counts of it (tests/cpp/membership/replay_test.cc reads it)
@@ -62,6 +65,12 @@
 #ifndef SK
 #define SK 0
 #endif
+#ifndef MV
+#define MV 0
+#endif
+#ifndef FOLLOWED
+#define FOLLOWED 0
+#endif
 #ifdef M_DEPTH1
 #define DEPTH 1
 #else
@@ -86,9 +95,9 @@
 /* A tag is (epoch, round). The epoch of a group is the number of its members that are out. A stamp is (operation, tag) and
  * written by its owner only. 0 is "never written". */
 #if L2 < NOPS || EV > 0
-#define ROUNDS (TB + SK + 2)
+#define ROUNDS (TB + SK + MV + 2)
 #else
-#define ROUNDS (TB + SK + 1)
+#define ROUNDS (TB + SK + MV + 1)
 #endif
 #define EPOCHS (C + EV + VL + PRE + 1)
 #define TAGS (EPOCHS * ROUNDS)
@@ -126,12 +135,28 @@
 #if SK > 0
 #define R_BEGUN(x) (((x) >> 8) & 1) /* has begun the operation that it is at, as any attempt */
 #define R_WISH(x) (((x) >> 9) & 1)  /* and wishes to skip who has not */
-#define REPORTS short
 #define R_AT(x) (((x) >> 10) & 7)   /* which is that */
 #define SAID_OF_SKIP | (bgn << 8) | (wi << 9) | (k << 10)
 #else
-#define REPORTS byte
 #define SAID_OF_SKIP
+#endif
+#if MV > 0
+#define REPORTS int
+#define R_STARTED(x) (((x) >> 13) & 1) /* has begun the operation that it is at, as any attempt */
+#define R_READY(x) (((x) >> 14) & 1)   /* is prepared for the next series */
+#define R_MOVES(x) (((x) >> 15) & 1)   /* and wishes to move to it */
+#define R_CLOSE(x) (((x) >> 16) & 7)   /* knows of a close that was decided: after so many operations, + 1 */
+#ifdef M_MOVE_FORGOTTEN
+#define SAID_OF_MOVE | (bgn << 13) | (IS_READY(me) << 14) | (wm << 15)
+#else
+#define SAID_OF_MOVE | (bgn << 13) | (IS_READY(me) << 14) | (wm << 15) | (close[me] << 16)
+#endif
+#elif SK > 0
+#define REPORTS short
+#define SAID_OF_MOVE
+#else
+#define REPORTS byte
+#define SAID_OF_MOVE
 #endif
 
 byte st[3 * N * DEPTH];   /* the stamps */
@@ -147,7 +172,7 @@ byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
 byte top;                 /* the last of them */
 byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
 byte leftold;             /* who left and was old in its last report */
-#define BUDGETS (C + TB + EV + VL + SK)
+#define BUDGETS (C + TB + EV + VL + SK + MV)
 #if defined(TRACE) && !defined(LATE)
 #define GIVEN 0
 #define AT_ONCE(budget) 0 /* given out little by little, or random steps would begin with all that goes wrong */
@@ -161,12 +186,26 @@ byte lastsaid[N];         /* who left: what its last report said of skipping */
 byte sk = AT_ONCE(SK);    /* wishes still to come */
 #define MEM (mem & ~lo)   /* members of the attempt at k */
 #define UNSKIP lo = 0; wi = 0; bgn = 0
+#elif MV > 0
+#define MEM mem
+#define UNSKIP bgn = 0
 #else
 #define MEM mem
 #define UNSKIP skip
 #endif
 #if VL > 0
 byte vl = AT_ONCE(VL);    /* views without who has left still to be committed */
+#endif
+#if MV > 0
+byte close[N];            /* a decided close that it has acted on: the operations that come before it, + 1 */
+byte moved[N];            /* ghost: has moved to the next series, after so many operations, + 1 */
+byte mv = AT_ONCE(MV);    /* wishes to move still to come */
+#ifdef RDY
+byte ready;               /* members that are prepared */
+#define IS_READY(r) HAS(ready, r)
+#else
+#define IS_READY(r) 1
+#endif
 #endif
 #ifdef TRACE
 #define JOINED_BY(r) by[me] = r + 1
@@ -212,6 +251,11 @@ hidden REPORTS v;
 #define EVICTED(r) HAS(chain[top], r)
 #define BINDS(r) (!HAS(dead, r) && (!EVICTED(r) || HAS(left, r)))
 
+#if MV > 0 /* nothing of a series ends behind its close */
+#define IS_OPEN_ON(x) assert(!BINDS(x) || !BINDS(me) || moved[x] == 0 || moved[x] > k + 1)
+#else
+#define IS_OPEN_ON(x) skip
+#endif
 /* k has ended on me with verdict V; whoever else is alive and ended k must say the same. Who left binds, the dead do not. */
 inline finish(V) {
   x = 0;
@@ -221,6 +265,7 @@ inline finish(V) {
      :: x != me && BINDS(x) && BINDS(me) && res[x * MAXK + k] != 0 -> assert(res[x * MAXK + k] == (V))
      :: else
      fi;
+     IS_OPEN_ON(x);
      x++
   :: else -> break
   od;
@@ -271,10 +316,17 @@ inline publish(word, nextph) {
 #define NOBODY skip
 #define LEAVE_OUT skip
 #endif
+#if MV > 0
+#define STAY dcl = 0
+#define HEED_CLOSE if :: dcl != 0 -> close[me] = dcl; wm = 0 :: else fi
+#else
+#define STAY skip
+#define HEED_CLOSE skip
+#endif
 /* T is higher than anything that I have frozen for. */
 inline freeze(T) {
   assert((T) < TAGS);
-  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0; NOBODY; JOINED_BY(-1);
+  tag[me] = (T); fz = 1; rpd = 0; ade = 0; out = 0; nm = 0; NOBODY; STAY; JOINED_BY(-1);
   z = 255; x = 0; /* reports that nobody living will read are forgotten (smaller states, nothing else) */
   do
   :: x < N -> if :: !HAS(dead, x) && !HAS(left, x) && tag[x] < z -> z = tag[x] :: else fi; x++
@@ -354,7 +406,7 @@ inline know() { skip }
 #define NOT_BY_ME(r) true
 #endif
 
-inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0; LEAVE_OUT; NOBODY }
+inline act() { know(); fz = 0; rpd = 0; at = tag[me]; mem = nm; lde = EPOCH(tag[me]); nm = 0; ade = 0; out = 0; LEAVE_OUT; NOBODY; HEED_CLOSE; STAY }
 
 /* A goodbye carries the view under which it was said: to whom that excludes it says something else. */
 #ifdef M_BLINDGOODBYE
@@ -378,14 +430,28 @@ inline heed_leavers() {
 inline heed_leavers() { skip }
 #endif
 
+#if MV > 0
+/* The series closes where a call ends: at an error, or where no operation of the same call follows. */
+#ifdef M_MOVE_INSIDE
+#define CALL_ENDS true
+#else
+#define CALL_ENDS (k == 0 || !HAS(FOLLOWED, k - 1) || !IS_OK(res[me * MAXK + k - 1]))
+#endif
+#define CLOSES (close[me] != 0 && k + 1 >= close[me] && CALL_ENDS)
+#else
+#define CLOSES false
+#endif
 #ifdef M_BEGINFROZEN
 #define MAY_BEGIN true
 #else
-#define MAY_BEGIN (!fz)
+#define MAY_BEGIN (!fz && !CLOSES)
 #endif
 
 #if SK > 0
 #define IS_IN_K (!HAS(lo, me))
+#define BEGINS bgn = 1
+#elif MV > 0
+#define IS_IN_K true
 #define BEGINS bgn = 1
 #else
 #define IS_IN_K true
@@ -428,6 +494,12 @@ proctype Rank(byte me) {
 #if SK > 0
   byte lo, dlo;        /* who is left out of k, in this attempt; decided: who will be, of E */
   bool bgn, wi;        /* have begun k, as any attempt; wish to skip who has not */
+#elif MV > 0
+  bool bgn;            /* have begun k, as any attempt */
+#endif
+#if MV > 0
+  bool wm;             /* wish to move */
+  byte dcl;            /* decided: the close, as in `close` */
 #endif
   byte rz;             /* reason that my next report gives */
   bool fz, rpd;        /* frozen for tag[me]; and parked, reported */
@@ -460,7 +532,10 @@ proctype Rank(byte me) {
 #if SK > 0 /* what it has said, it has said */
        UNSKIP; NOBODY;
 #else
-       rd[me] = 0;
+       rd[me] = 0; UNSKIP;
+#endif
+#if MV > 0
+       wm = 0; STAY; close[me] = 0; moved[me] = 0;
 #endif
 #if PRE > 0
        pre = 0
@@ -591,10 +666,47 @@ proctype Rank(byte me) {
        SAY(skipped, V_OK, MEM); y = MEM; finish(V_OK | y); clear_busy() }
 #endif
 
+#if MV > 0
+  /* ======== renewal: the close, the next series, the end of this one ======== */
+#ifdef RDY
+  :: d_step { ph != P_END && !IS_READY(me) -> SAY(prepared, 0, 0); ready = ready | BIT(me) } /*                      [prepared] */
+#endif
+  /* a caller of recover_ranks, idle or in an operation                                                   [wish-to-move] */
+  :: d_step { mv > 0 && ph != P_END && !fz && IS_READY(me) && close[me] == 0 && left == 0 -> mv--; SAY(wish-to-move, 0, 0); wm = 1 }
+  /* all are prepared: a round without a reason, also from idle                                            [start-round] */
+#define IS_PREPARED(r) (HAS(dead, r) || EVICTED(r) || IS_READY(r))
+  :: d_step { !fz && wm && ph != P_END && ph != P_COPY && !EVICTED(me) && EVERY(IS_PREPARED) && tag[me] % ROUNDS < ROUNDS - 1 ->
+       freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])) }
+  /* the close has been reached: later calls run in the next series. My agent stays in this one                  [moved] */
+  :: d_step { CLOSES && moved[me] == 0 && !fz && (ph == P_ENTER || ph == P_LEAVE) ->
+       SAY(moved, 0, 0); moved[me] = k + 1; lat = k; ph = P_ENTER;
+       assert(!bgn); /* a call runs in one series */
+       assert(k == 0 || !HAS(FOLLOWED, k - 1) || !IS_OK(res[me * MAXK + k - 1])); /* and no series ends within a call */
+       x = 0;
+       do
+       :: x < N ->
+          assert(!BINDS(x) || !BINDS(me) || ((moved[x] == 0 || moved[x] == k + 1) && (res[x * MAXK + k] == 0 || x == me))); x++
+       :: else -> break
+       od;
+       skip }
+#ifdef CARRY
+  /* operation 1 of the next series, which all have begun, hence moved: it writes to memory that it took over */
+#ifdef M_MOVE_NOBARRIER
+#define HAS_COME(r) true
+#else
+#define HAS_COME(r) (HAS(dead, r) || EVICTED(r) || moved[r] != 0)
+#endif
+  :: d_step { moved[me] > 1 && ph != P_END && EVERY(HAS_COME) && pay[me * DEPTH + k % DEPTH] != 99 && pay[me * DEPTH + (k + 1) % DEPTH] != 99 ->
+       pay[me * DEPTH + (k + 1) % DEPTH] = 99 }
+#endif
+#endif
+
   /* ======== leaving: when everyone has ended my last operation ======== */
   :: d_step { ph == P_ENTER && k >= lat && !fz -> SAY(leave, 0, 0); ph = P_LEAVE } /*                                      [leave] */
 #ifdef M_LEAVE_EARLY
 #define LET_GO(r) true
+#elif defined(M_MOVE_EARLY) /* from a series that is closed */
+#define LET_GO(r) (moved[me] != 0 || HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat)
 #elif defined(MSG)
 #define LET_GO(r) (HAS(dead, r) || EVICTED(r) || LEFT(r) || rd[r] >= lat || HAS(kn, r))
 #else
@@ -704,7 +816,7 @@ proctype Rank(byte me) {
 #else
   :: d_step { fz && !rpd && ph != P_END && ph != P_COPY -> park(); heed_leavers();
 #endif
-       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | (OLD << 7) SAID_OF_SKIP;
+       REP(tag[me], me) = 1 | (k << 1) | (rz << 4) | (sp << 6) | (OLD << 7) SAID_OF_SKIP SAID_OF_MOVE;
        SAYMORE(report, TAG(tag[me]), R_REASON(REP(tag[me], me)), REP(tag[me], me) >> 7 & 7);
        rpd = 1 }
 #if defined(M_REPORTFIRST) || defined(M_BEGINFROZEN)
@@ -718,13 +830,18 @@ proctype Rank(byte me) {
   /* Every member's report with my tag is there, or its leave report: a report for every tag that says how far it came, how that
    * ended, and the last tag that it reported for. Whether it is in follows from that tag, as it does from the report: not from
    * which of the two was here first.                                                                    [decide] */
+#if MV > 0 && !defined(M_MOVE_LEFT)
+#define SAID_OF_CLOSE(r) | (close[r] << 16)
+#else
+#define SAID_OF_CLOSE(r)
+#endif
 #define STANDS(r) ((r) != me && LEFT(r) && !VALID(REP(tag[me], r)))
 #if SK > 0 && !defined(M_SKIPLEFT) /* of skipping it says what the last report said: others may have that */
-#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (tag[r] == tag[me] -> lastsaid[r] << 8 : rd[r] << 10))
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (tag[r] == tag[me] -> lastsaid[r] << 8 : rd[r] << 10) SAID_OF_CLOSE(r))
 #elif SK > 0
 #define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) | (rd[r] << 10))
 #else
-#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7))
+#define LEAVEREP(r) (1 | (rd[r] << 1) | (HAS(leftold, r) << 7) SAID_OF_CLOSE(r))
 #endif
 #ifdef M_LEFTISOUT /* who is known to have left is not in */
 #define IS_IN(r) (VALID(REP_OF(r)) && ((r) == me || !LEFT(r)))
@@ -876,10 +993,37 @@ proctype Rank(byte me) {
           x++
        :: else -> break
        od
-       SAYMORE(decide, y, out, REPORTERS, nm | dlo << 4) }
+       SAYMORE(decide, y, out, REPORTERS, nm | dlo << 4);
 #else
-       SAYMORE(decide, y, out, REPORTERS, nm) }
+       SAYMORE(decide, y, out, REPORTERS, nm);
 #endif
+#if MV > 0
+       /* a close that one knows of stands; else, if all are prepared and one wishes it: before E, or behind it if it was begun or fails */
+       w = 1; z = (out != 0); u = 0; dcl = 0; x = 0;
+       do
+       :: x < N ->
+          v = REP_OF(x);
+          if
+          :: !HAS(OUTSIDE, x) && VALID(v) ->
+             assert(dcl == 0 || R_CLOSE(v) == 0 || R_CLOSE(v) == dcl);
+             if :: R_CLOSE(v) != 0 -> dcl = R_CLOSE(v) :: else fi;
+             w = w & R_READY(v); u = u | R_MOVES(v);
+             if :: R_ENDED(v) == y && R_STARTED(v) -> z = 1 :: else fi
+          :: else
+          fi;
+          x++
+       :: else -> break
+       od;
+#ifdef M_MOVE_BEGUN
+       z = (out != 0);
+#endif
+#ifdef M_MOVE_OWN
+       y = k; z = 0;
+#endif
+       if :: dcl == 0 && w && u -> dcl = y + z + 1 :: else fi;
+       if :: dcl != 0 -> SAY(closes, dcl - 1, 0) :: else fi; /*                                                       [closes] */
+#endif
+       skip }
 
   /* ended elsewhere, not here: the same verdict. The holder h keeps what I lack until I say that I have ended it [adopt] */
 #ifdef M_NUMBERONLY /* a leave report does not say how it ended: as nobody says that it failed, it is taken for done */
@@ -981,7 +1125,10 @@ anew:
      :: given >= C + TB + EV && given < C + TB + EV + VL -> vl++
 #endif
 #if SK > 0
-     :: given >= C + TB + EV + VL -> sk++
+     :: given >= C + TB + EV + VL && given < C + TB + EV + VL + SK -> sk++
+#endif
+#if MV > 0
+     :: given >= C + TB + EV + VL + SK -> mv++
 #endif
      fi;
      given++
@@ -1041,6 +1188,18 @@ anew:
 #endif
 #if SK > 0
      sk = AT_ONCE(SK);
+#endif
+#if MV > 0
+     d_step {
+       mv = AT_ONCE(MV); x = 0;
+       do
+       :: x < N -> close[x] = 0; moved[x] = 0; x++
+       :: else -> break
+       od;
+#ifdef RDY
+       ready = 0
+#endif
+     }
 #endif
      goto anew
   :: else

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Verifies the models beside it (flush.pml, view.pml, agreement.pml): every variant must pass, every mutant must give a counterexample.
+# Verifies the models beside it (flush.pml, view.pml, agreement.pml, line.pml): every variant must pass, every mutant must give a counterexample.
 #
-#   docs/models/run.sh            everything (about 20 minutes on one core that others use too, 1.5 GB)
+#   docs/models/run.sh            everything (about 20 minutes on one core that others use too, 1.5 GB, and longer for join-, move-)
 #   docs/models/run.sh --quick    a slice: what takes a second, a mutant of each kind (well under a minute)
 #   docs/models/run.sh mut        only the lines whose name contains "mut"
 #   docs/models/run.sh -t NAME    the counterexample of one mutant, step by step
@@ -16,6 +16,7 @@ for tool in spin gcc; do
   command -v "$tool" >/dev/null || { echo "run.sh: $tool is missing (Debian, Ubuntu: apt-get install $tool)" >&2; exit 2; }
 done
 quick=' flush-small flush-inplace flush-outofplace msg-small msg-inplace view-crashes view-grace-crashes calls-crashes mut-calls-noall
+  join-alone mut-join-unasked mut-join-quorum line-calls mut-line-told mut-line-mailbox
   skip-small skip-msg mut-skipends mut-skipone mut-skipown mut-skiptaken mut-skipleft
   mut-depth1 mut-input mut-nodone mut-numberonly mut-leftisout mut-beginfrozen mut-reportfirst mut-anytag mut-noquorum mut-noword mut-notall '
 work=$(mktemp -d) || exit 2
@@ -118,6 +119,52 @@ calls-grace-crashes   | ok      | agreement | -DGRACE -DCR=2 -DLOST=2
 calls-grace-link      | ok      | agreement | -DGRACE -DHOSTS=2 -DCUT=1 -DONELINK -DLOST=1
 calls-four-crashes    | ok      | agreement | -DN=4 -DGRACE -DCR=3 -DLOST=3
 calls-four-link       | ok      | agreement | -DN=4 -DGRACE -DHOSTS=2 -DCUT=1 -DONELINK -DLOST=1
+join-alone            | ok      | agreement | -DJ=1 -DNOW
+join-crashes          | ok      | agreement | -DN=2 -DJ=1 -DCR=2
+join-loss             | ok      | agreement | -DN=2 -DJ=1 -DLS=1 -DCR=1
+join-launcher         | ok      | agreement | -DN=2 -DJ=1 -DHOSTS=4 -DCUT=1 -DCR=1 -DNOW -DLAUNCHER -DAD=1
+join-leave            | ok      | agreement | -DJ=1 -DLV=1 -DNOW -DAD=1
+join-seat             | ok      | agreement | -DSEAT=1 -DJ=1 -DHOSTS=4 -DCR=1 -DCUT=1 -DAD=1 -DNOW
+join-inplace          | ok      | agreement | -DSEAT=1 -DINPLACE -DJ=1 -DWS=1 -DAD=1
+join-cut-from         | ok      | agreement | -DJ=1 -DHOSTS=3 -DCUT=1 -DNOW -DAD=1
+join-cut-with         | ok      | agreement | -DJ=1 -DHOSTS=4 -DCUT=1 -DNOW -DAD=1
+join-grace-link       | ok      | agreement | -DN=2 -DJ=1 -DGRACE -DLC -DONELINK -DHOSTS=2 -DCUT=1 -DLOST=0 -DNOW -DAD=1
+join-accuses          | ok      | agreement | -DN=2 -DJ=1 -DWC -DWS=1 -DLOST=0 -DNOW -DAD=1
+join-wrong            | ok      | agreement | -DN=2 -DJ=1 -DWS=2 -DNOW -DAD=1
+join-two              | ok      | agreement | -DN=2 -DJ=2 -DONESEAT -DNOW -DAD=2
+mut-join-unasked      | mutant  | agreement | -DM_JOIN_UNASKED -DN=2 -DJ=1 -DNOW -DAD=1
+mut-join-quorum       | mutant  | agreement | -DM_JOIN_QUORUM -DN=2 -DJ=1 -DHOSTS=3 -DCUT=1 -DNOW -DAD=1
+mut-join-certain      | mutant  | agreement | -DM_JOIN_CERTAIN -DN=2 -DJ=1 -DHOSTS=4 -DCUT=1 -DCR=1 -DNOW -DLAUNCHER -DAD=1
+mut-join-amnesia      | mutant  | agreement | -DM_JOIN_AMNESIA -DN=2 -DJ=1 -DWS=2 -DNOW -DAD=1
+mut-join-alone        | mutant  | agreement | -DM_JOIN_ALONE -DN=2 -DJ=1 -DCR=2 -DNOW -DAD=1
+mut-join-terms        | mutant  | agreement | -DM_JOIN_TERMS -DSEAT=1 -DJ=1 -DHOSTS=4 -DCR=1 -DCUT=1 -DAD=1 -DNOW
+mut-join-two          | mutant  | agreement | -DM_JOIN_TWO -DN=2 -DJ=2 -DONESEAT -DNOW -DAD=2
+mut-join-believed     | mutant  | agreement | -DM_JOIN_BELIEVED -DN=2 -DJ=1 -DWC -DWS=1 -DLOST=0 -DNOW -DAD=1
+line-calls            | ok      | line | -DCALLS=2 -DC=1
+line-deaths           | ok      | line | -DCALLS=1 -DC=2
+line-three            | ok      | line | -DCALLS=1 -DC=0 -DMEMBERS=3
+line-place            | ok      | line | -DCALLS=2 -DC=1 -DALLASK
+line-messages         | ok      | line | -DCALLS=2 -DC=0 -DMSGS=1
+mut-line-told         | mutant  | line | -DM_LINE_TOLD -DCALLS=1 -DC=1
+mut-line-returns      | mutant  | line | -DM_LINE_RETURNS -DCALLS=1 -DC=0
+mut-line-nodrain      | mutant  | line | -DM_LINE_NODRAIN -DALLASK -DC=0
+mut-line-mailbox      | mutant  | line | -DM_LINE_MAILBOX -DMSGS=1 -DCALLS=1 -DC=0
+mut-line-retired      | mutant  | line | -DM_LINE_RETIRED -DMSGS=1 -DCALLS=1 -DC=0
+move-prepared         | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DRDY
+move-death            | ok      | flush | -DMV=1 -DNOPS=1 -DC=1
+move-call             | ok      | flush | -DMV=1 -DNOPS=2 -DC=0 -DFOLLOWED=1
+move-carry            | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DCARRY
+move-timeout          | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DTB=1
+move-skip             | ok      | flush | -DMV=1 -DSK=1 -DNOPS=1 -DC=0
+move-raise            | ok      | flush | -DRAISE -DMV=1 -DNOPS=1 -DC=1
+move-msg              | ok      | flush | -DMSG -DMV=1 -DNOPS=1 -DC=1
+mut-move-own          | mutant  | flush | -DM_MOVE_OWN -DMV=1 -DNOPS=2 -DC=0
+mut-move-begun        | mutant  | flush | -DM_MOVE_BEGUN -DMV=1 -DNOPS=1 -DC=0
+mut-move-forgotten    | mutant  | flush | -DM_MOVE_FORGOTTEN -DMV=1 -DNOPS=1 -DC=1
+mut-move-inside       | mutant  | flush | -DM_MOVE_INSIDE -DMV=1 -DNOPS=2 -DC=0 -DFOLLOWED=1
+mut-move-early        | mutant  | flush | -DM_MOVE_EARLY -DMSG -DMV=1 -DNOPS=1 -DC=1
+mut-move-left         | mutant  | flush | -DM_MOVE_LEFT -DMV=1 -DNOPS=1 -DC=1
+mut-move-nobarrier    | mutant  | flush | -DM_MOVE_NOBARRIER -DMV=1 -DNOPS=1 -DC=0 -DCARRY
 mut-calls-noall       | mutant  | agreement | -DM_NOALL -DWS=1 -DCR=1
 mut-calls-noquorum    | mutant  | agreement | -DM_NOQUORUM -DWS=2
 mut-calls-half        | mutant  | agreement | -DM_HALFQUORUM -DN=4 -DHOSTS=1 -DCUT=1
