@@ -109,6 +109,19 @@ SOURCES = sorted(
     if path.is_file() and "__pycache__" not in path.parts
 )
 
+# 1: the wheel mooncake-transfer-engine keeps the package `mooncake`, and the commands that it has.
+BESIDE_UPSTREAM = os.environ.get("MOONCAKE_BUILD_BESIDE_UPSTREAM") == "1"
+OURS = {
+    "mooncake-run": "mooncake_backend.run",
+    "efa_first_submit_probe": "mooncake_backend.first_submit_probe",
+}
+SHARED = {
+    "mooncake_http_metadata_server": "mooncake_backend.metadata_server",
+    "transfer_engine_bench": "mooncake_backend.transfer_bench",
+    "transfer_engine_topology_dump": "mooncake_backend.topology_dump",
+}
+COMMANDS = OURS if BESIDE_UPSTREAM else OURS | SHARED
+
 setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -117,13 +130,17 @@ setup(
         "mooncake_backend",
         "mooncake_backend.demo",
         "mooncake_backend.launcher",
-        "mooncake",
-        "mooncake.ep",
-        "mooncake.ep.on_path.deep_ep",
-        "mooncake.ep.on_path.deep_ep.buffers",
-        "mooncake.ep.on_path.deep_ep.utils",
+        "mooncake_backend.ep",
+        "mooncake_backend.ep.on_path.deep_ep",
+        "mooncake_backend.ep.on_path.deep_ep.buffers",
+        "mooncake_backend.ep.on_path.deep_ep.utils",
+        *([] if BESIDE_UPSTREAM else ["mooncake"]),
     ],
-    package_dir={"mooncake": "mooncake_backend/compat", "mooncake.ep": "ep"},
+    package_dir={"mooncake": "mooncake_backend/compat", "mooncake_backend.ep": "ep"},
+    entry_points={
+        "console_scripts": [f"{name} = {module}:main" for name, module in COMMANDS.items()],
+        "torch.backends": ["mooncake = mooncake_backend:register_at_import"],
+    },
     package_data={"mooncake_backend": ["py.typed", "_C.pyi"]},
     ext_modules=[Extension("mooncake_backend._C", sources=SOURCES)],
     cmdclass={"build_ext": CMakeBuild},

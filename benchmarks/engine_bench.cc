@@ -34,10 +34,10 @@
 #include "device/fake/fake_devices.h"
 #include "device/memory_owner.h"
 #include "engine/engine.h"
-#include "engine/nic/null/null_nic.h"
-#include "engine/transports/fabric/rails.h"
 #include "transfer/session_socket.h"
 #include "transfer/transfer_engine.h"
+#include "wires/cards/rails.h"
+#include "wires/nic/null/null_nic.h"
 
 namespace mooncake {
 namespace {

@@ -100,7 +100,7 @@ void runRank(Scene& scene, const Plan& plan, int rank) {
   options.env.hostIp = "127.0.0.1";
   auto engine = orDie(Engine::create(std::move(options)));
   auto group = orDie(Group::create(
-      engine, [&](const Bytes& mine) { return meet(scene, plan, rank, mine); },
+      engine, [&](const Result<Bytes>& mine) { return meet(scene, plan, rank, orDie(mine)); },
       {.name = "all", .rank = rank, .size = plan.ranks, .env = orDie(GroupEnv::read())},
       Deadline::after(kPatience)));
   const auto membership = group->membership();

@@ -1,4 +1,4 @@
-"""PEP 517 backend: that of setuptools, plus the search for the torch to build against.
+"""PEP 517 backend: setuptools' backend, plus the search for the torch to build against.
 
 The extension fits one torch minor, so it is built for the torch that will import it. An isolated
 build does not see that torch on its path; `find_torch` asks the interpreters that started the

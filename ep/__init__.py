@@ -1,4 +1,6 @@
-"""Expert parallelism, installed as `mooncake.ep`. It also has the names of `mooncake.pg`.
+"""Expert parallelism, installed as `mooncake_backend.ep`; `mooncake.ep` is the same package.
+
+It also has the names of `mooncake.pg`.
 
 Buffer has DeepEP's signatures; mooncake.mooncake_ep_buffer.Buffer has Mooncake's.
 """
@@ -7,8 +9,8 @@ from mooncake_backend import distribution
 
 distribution.check()
 
-from mooncake.pg import *  # noqa: E402, F403
-from mooncake.pg import __all__ as _pg_names  # noqa: E402
+from mooncake_backend.pg import *  # noqa: E402, F403
+from mooncake_backend.pg import __all__ as _pg_names  # noqa: E402
 
 from .buffer import Buffer  # noqa: E402
 from .config import Config  # noqa: E402

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import operator
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,6 @@ Tensor = torch.Tensor
 Rows = Tensor | tuple[Tensor, Tensor]
 MOST_NUMBER = 2**31 - 1
 MOST_ELEMENTS = 2**48  # of a buffer: their bytes, of all ranks, still fit into 63 bits
-_DTYPES = {
-    zlib.crc32(str(one).encode()): str(one).removeprefix("torch.")
-    for one in vars(torch).values()
-    if isinstance(one, torch.dtype)
-}
 
 
 def check_tensor(name: str, given: Any) -> None:
@@ -102,13 +96,14 @@ def check_topk(topk_idx: Tensor, topk_weights: Tensor | None, tokens: int) -> No
         check_sizes("topk_weights", topk_weights, torch.float32, topk_idx.shape)
 
 
-def check_experts(topk_idx: Tensor, num_experts: int) -> None:
-    """Refuses numbers that are neither an expert's nor -1."""
-    wrong = topk_idx[(topk_idx < -1) | (topk_idx >= num_experts)]
-    if len(wrong) > 0:
-        raise ValueError(
-            f"topk_idx names expert {int(wrong[0])} of {num_experts}: -1 stands for none"
-        )
+def check_experts(topk_idx: Tensor, num_experts: int, refuses_negative: bool = True) -> None:
+    """Refuses numbers of no expert. -1 stands for none, and without `refuses_negative` all other
+    numbers below 0 do so too."""
+    if topk_idx.numel() == 0:
+        return
+    for wrong in (int(topk_idx.max()), int(topk_idx.min())):
+        if wrong >= num_experts or (refuses_negative and wrong < -1):
+            raise ValueError(f"topk_idx names expert {wrong} of {num_experts}: -1 stands for none")
 
 
 def check_sums(x: Tensor, least: int, hidden: int, biases: Sequence[Tensor], tokens: int) -> None:
@@ -122,68 +117,13 @@ def check_sums(x: Tensor, least: int, hidden: int, biases: Sequence[Tensor], tok
         check_sizes("bias", one, torch.bfloat16, (tokens, hidden))
 
 
-def check_home(home: torch.device, **given: Tensor | None) -> None:
-    """Refuses tensors that are not on this device, where the first argument of the call is."""
-    for name, one in given.items():
-        if one is not None and one.device != home:
-            raise ValueError(f"{name} is on {one.device}, x on {home}: give tensors of one device")
-
-
-def check_homes(home: torch.device, fields: Sequence[Tensor], active_ranks: Tensor | None) -> None:
-    """The same for the parts of the rows of a dispatch, and its mask."""
-    for number, field in enumerate(fields):
-        check_home(home, **{f"part {number} of the rows": field})
-    check_home(home, active_ranks=active_ranks)
-
-
-def plain(tensors: Sequence[Tensor], home: torch.device | None) -> list[Tensor]:
-    """Tensors with their values in memory: torch marks some as conjugated or negated instead.
-    home: None: they stay on their device"""
-    moved = tensors if home is None else [one.to(home) for one in tensors]
-    return [one.resolve_conj().resolve_neg().contiguous() for one in moved]
-
-
-# ---- arguments that have to be the same on all ranks
-
-Agreed = dict[str, Sequence[int]]
+# Names of arguments that all ranks have to give alike, and their values: of a tensor the dtype and
+# the columns count.
+Agreed = list[tuple[str, int | Tensor | None]]
 
 
 def form_of(fields: Sequence[Tensor | None]) -> Agreed:
-    """The dtypes and columns of a dispatch's tensors, for difference()."""
-    names = ("x", "the scales of x", "topk_idx", "topk_weights")
-    forms: Agreed = {}
-    for name, one in zip(names, fields, strict=True):
-        known = (0, 0) if one is None else (zlib.crc32(str(one.dtype).encode()), one.size(1))
-        forms[name] = known
-    return forms
-
-
-def difference(agreed: Agreed, table: Sequence[Sequence[int]], there: Sequence[int]) -> str:
-    """Names the first argument that differs, and each rank's value; "": all are the same.
-
-    table: by rank, the numbers of all arguments side by side
-    there: the ranks that take part
-    """
-    begin = 0
-    for name, numbers in agreed.items():
-        by_value: dict[tuple[int, ...], list[str]] = {}
-        for rank in there:
-            value = tuple(table[rank][begin : begin + len(numbers)])
-            by_value.setdefault(value, []).append(str(rank))
-        begin += len(numbers)
-        if len(by_value) > 1:
-            of_ranks = [
-                f"{_shown(value)} on rank {', '.join(ranks)}" for value, ranks in by_value.items()
-            ]
-            return f"{name} differs between the ranks: {'; '.join(of_ranks)}"
-    return ""
-
-
-def _shown(value: tuple[int, ...]) -> str:
-    if len(value) == 1:
-        return str(value[0])
-    dtype, columns = value
-    return f"{_DTYPES.get(dtype, 'another dtype')} [n, {columns}]" if columns else "none"
+    return list(zip(("x", "the scales of x", "topk_idx", "topk_weights"), fields, strict=True))
 
 
 def _name(dtype: torch.dtype) -> str:

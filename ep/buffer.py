@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,13 +25,12 @@ _ALIGNMENT = 128
 class Buffer:
     """Dispatch and combine in both of DeepEP's modes. Making one is collective over the group. In
     all shapes n is the number of this rank's tokens, h their channels, k the experts of a token
-    (top-k), R the number of ranks, E that of all experts, L that of this rank's experts.
+    (top-k), R the number of ranks, E of all experts, L of this rank's experts.
 
     group: a process group of any backend. With a group of ours, the Buffer shares its connections
     and its view of the active ranks
     num_nvl_bytes: bytes of the normal mode, a multiple of 128. Calls that need more run in several
-    pieces. With low_latency_mode the first call of the normal mode takes the memory and makes
-    connections
+    pieces
     num_rdma_bytes: bytes of the low latency mode, a multiple of 128, see
     get_low_latency_rdma_size_hint(); without low_latency_mode, more memory of the normal mode
     comm: an mpi4py-like communicator instead of a group
@@ -82,7 +81,7 @@ class Buffer:
         self._normal_runtime: Runtime | None = None
         self._normal: Exchange | None = None
         self._has_combined_normally = False
-        self._make_normal: Callable[[], Runtime] | None = None
+        normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         if low_latency_mode:
             self._runtime = Runtime(
                 members,
@@ -90,20 +89,23 @@ class Buffer:
                 timeout=timeout,
                 renormalize=renormalize,
                 on_failure=on_failure,
+                bytes_beside=normal_bytes,
             )
-        normal_bytes = num_nvl_bytes + (0 if low_latency_mode else num_rdma_bytes)
         if normal_bytes > 0:
-            self._make_normal = lambda: Runtime(
-                members,
-                normal_bytes,
-                timeout=timeout,
-                renormalize=False,
-                on_failure=on_failure,
-                is_normal=True,
-                borrows_engine=not low_latency_mode,
-            )
-        if not low_latency_mode and self._make_normal is not None:
-            self._normal_mode()
+            try:
+                self._normal_runtime = Runtime(
+                    members,
+                    normal_bytes,
+                    timeout=timeout,
+                    renormalize=False,
+                    on_failure=on_failure,
+                    is_normal=True,
+                    beside=self._runtime,
+                )
+            except BaseException:
+                self.destroy()
+                raise
+            self._normal = Exchange(self._normal_runtime)
 
     # ---- dispatch and combine
 
@@ -141,14 +143,13 @@ class Buffer:
         timeout_us: microseconds after this rank's call. A living rank that has not called the
             operation by then is skipped: it takes no part in this operation, on all ranks, but
             does in the next one. -1, 0 or None: living ranks are waited for until the Buffer's
-            timeout. A lost rank is waited for only until the survivors know the loss. By kernels,
-            no living rank is skipped: the Buffer's calls end with an error that names it
+            timeout. A lost rank is waited for only until the survivors know the loss
 
         Returns (recv_x, recv_count, handle, event, hook)
         recv_x: rows of this rank's L experts, bfloat16 [L, R * T, h]. With FP8 a pair of
             float8_e4m3fn rows and scales, float32 [L, R * T, ceil(h / 128)], or int32
             [L, R * T, ceil(h / 512)] with use_ue8m0
-        recv_count: number of rows of each expert, int32 [L]; those behind them are undefined
+        recv_count: number of rows of each expert, int32 [L]; further rows are undefined
         handle: for combine, (src_info, layout_range, T, h, num_experts)
         event: waits for the operation if async_finish is set
         hook: waits for the operation if return_recv_hook is set
@@ -191,7 +192,7 @@ class Buffer:
         x: bfloat16 [L, R * T, h], in the order of recv_x
         topk_idx, topk_weights: [n, k], int64 as in the dispatch, or -1 for a contribution that is
             not wanted; the weights float32
-        handle: that of the dispatch; it serves any number of combines
+        handle: from the dispatch; it serves any number of combines
         use_logfmt: sends 10 bits for each channel; not with zero_copy
         zero_copy: x was written into get_next_low_latency_combine_buffer(handle)
         out: bfloat16 [n, h] for the result
@@ -282,7 +283,7 @@ class Buffer:
         """This rank's memory from byte `offset` on, in one dimension, or in `size`. Operations may
         overwrite it.
 
-        use_rdma_buffer: the memory of the low latency mode; False: that of the normal mode
+        use_rdma_buffer: the memory of the low latency mode; False: the normal mode's
         ValueError: `size` has more elements than there are from `offset` on
         """
         if use_rdma_buffer:
@@ -304,21 +305,22 @@ class Buffer:
 
     @property
     def runtime(self) -> Any:
-        """The native buffer: that of the low latency mode, or else that of the normal mode."""
+        """The native buffer of the low latency mode, or else of the normal mode."""
         found = self._runtime or self._normal_runtime
         return None if found is None else found.native
 
     def destroy(self) -> None:
         """Waits for operations in the background, and frees the memory, also that kept for results.
-        Results that the program has stay valid, except those in the Buffer's memory: recv_x of the
-        low latency mode keeps it alive."""
-        self._make_normal = None
+        Results that the program has stay valid, except results in the Buffer's memory: recv_x of
+        the low latency mode keeps it alive."""
         try:
             if self._runtime is not None:
                 self._runtime.close()
         finally:
             if self._normal_runtime is not None:
                 self._normal_runtime.close()
+            if self._normal is not None:
+                self._normal.let_go()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -434,21 +436,23 @@ class Buffer:
             get_dispatch_layout(). num_tokens_per_rank and num_tokens_per_rdma_rank are not needed
         topk_idx, topk_weights: int64 or int32 [n, k], and float32 [n, k]; both or none
         expert_alignment: the numbers of tokens per expert are rounded up to a multiple of it
-        num_worst_tokens: if not 0, the results have so many rows; those behind the received ones
+        num_worst_tokens: if not 0, the number of the results' rows; rows behind the received ones
             have -1 in recv_topk_idx. Fewer than a rank receives is a ValueError
         config: decides the number of channels of DeepEP's handle
         previous_event: is waited for first
         allocate_on_comm_stream: without effect
         active_ranks, timeout_us: as in low_latency_dispatch(), a timeout on all ranks or on none.
-            A dispatch has two steps, so ranks that are late may be waited for twice
+            By kernels no living rank is skipped: the Buffer's calls end with an error that names
+            it. A dispatch has two steps, so ranks that are late may be waited for twice
 
         Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
         event): [rows, h], [rows, k], float32 [rows, k], a list of L. Rows are in the order of
         source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
-        others. With a handle the second to fifth are None, and rows have the places of the handle's
-        dispatch: those of ranks that have gone since are zeros. The call returns when it has ended.
-        By kernels, and on a device with a handle or num_worst_tokens, it returns when it is
-        enqueued, and the current stream waits for the results. `async_finish` only adds an event.
+        other experts. With a handle the second to fifth are None, and rows have the places of the
+        handle's dispatch: rows of ranks that have gone since are zeros. The call returns when it
+        has ended. By kernels, and on a device with a handle or num_worst_tokens, it returns when it
+        is enqueued, and the current stream waits for the results. `async_finish` only adds an
+        event.
         """
         exchange = self._normal_mode()
         steps = 1 if handle is not None else 2
@@ -488,7 +492,7 @@ class Buffer:
         active_ranks: torch.Tensor | None = None,
         timeout_us: int | None = -1,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Brings the rows back and adds those of each token, without weights. All ranks call it.
+        """Brings the rows back and adds each token's rows, without weights. All ranks call it.
 
         x: bfloat16 [rows, h], in the order of recv_x; further rows are not read
         topk_weights: float32 [rows, k], summed beside the rows
@@ -527,22 +531,17 @@ class Buffer:
     def call_of_normal_mode(
         self, name: str, steps: int, x: Any, is_fixed: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """For calls that are made of others: see Exchange.call(). is_fixed: on a device, it
+        """For calls that are made of other calls: see Exchange.call(). is_fixed: on a device, it
         needs no counts."""
         exchange = self._normal_mode()
         return exchange.call(name, steps, exchange.is_alone(x) and is_fixed)
 
     def _normal_mode(self) -> Exchange:
-        """In low latency mode it is made by the first call: programs give num_nvl_bytes there that
-        they do not use."""
         if self._normal is None:
-            if self._make_normal is None:
-                raise RuntimeError(
-                    f"rank {self.rank}: this Buffer has no memory for the normal mode: make it "
-                    "with num_nvl_bytes"
-                )
-            self._normal_runtime = self._make_normal()
-            self._normal = Exchange(self._normal_runtime)
+            raise RuntimeError(
+                f"rank {self.rank}: this Buffer has no memory for the normal mode: make it with "
+                "num_nvl_bytes"
+            )
         return self._normal
 
 

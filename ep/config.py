@@ -14,8 +14,8 @@ _MAX_SCALES = 128
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's attributes. Tokens are those of a queue between two ranks of a host (nvl) or two
-    hosts (rdma). ValueError: a number that DeepEP refuses, too."""
+    """DeepEP's attributes. Tokens are in a queue between two ranks of a host (nvl) or two hosts
+    (rdma). ValueError: a number that DeepEP refuses, too."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6

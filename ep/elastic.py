@@ -27,7 +27,7 @@ _ALIGNMENT = 2 << 20  # a buffer's size is a multiple of it, as in DeepEP
 class ElasticBuffer:
     """Dispatch and combine with the signatures of DeepEP 2's `deep_ep.ElasticBuffer`. Making one is
     collective over the group. In all shapes n is the number of this rank's tokens, h their
-    channels, k the experts of a token, R the number of ranks, L that of this rank's experts.
+    channels, k the experts of a token, R the number of ranks, L of this rank's experts.
 
     group: a process group of any backend. With a group of ours, the buffer shares its connections
     and its view of the active ranks
@@ -46,7 +46,7 @@ class ElasticBuffer:
     timeout, on_failure: beyond DeepEP's; see mooncake.ep.runtime.Runtime. timeout replaces
     num_cpu_timeout_secs
 
-    Errors are those of mooncake.ep.Buffer's normal mode: a call raises on all ranks, and the buffer
+    Errors are as in mooncake.ep.Buffer's normal mode: a call raises on all ranks, and the buffer
     goes on.
     """
 
@@ -142,12 +142,12 @@ class ElasticBuffer:
         expert_alignment: the count of each expert is rounded up to a multiple of it. With do_expand
             each expert's rows begin at such a multiple, and rows between experts are zeros, also
             without do_zero_padding
-        handle: that of an earlier dispatch: the tokens go to the same ranks and rows again. It
+        handle: from an earlier dispatch: the tokens go to the same ranks and rows again. It
             replaces topk_idx
         do_handle_copy: the handle keeps a copy of topk_idx. False: it keeps the tensor itself, so
             do not change it
         do_cpu_sync: the results have as many rows as were received. False: R * T, or with do_expand
-            the most that there can be; those behind the received ones are not written. None: True
+            the most that there can be; rows behind the received ones are not written. None: True
             without a handle, and with one as in its dispatch
         do_expand: a row for each expert of a token, expert by expert
         use_tma_aligned_col_major_sf: received scales stand column by column
@@ -155,9 +155,9 @@ class ElasticBuffer:
 
         Returns (recv_x, recv_topk_idx, recv_topk_weights, handle, event). Rows are in the order of
         source rank and token. recv_topk_idx has numbers among this rank's experts, and -1 for
-        others; None with do_expand. The weights are [rows, k], or [rows] with do_expand. With a
-        handle, rows of ranks that have gone since its dispatch are zeros. The call returns as
-        Buffer.dispatch() does; `async_with_compute_stream` only adds an event.
+        other experts; None with do_expand. The weights are [rows, k], or [rows] with do_expand.
+        With a handle, rows of ranks that have gone since its dispatch are zeros. The call returns
+        as Buffer.dispatch() does; `async_with_compute_stream` only adds an event.
         """
         is_fixed = handle is not None or do_cpu_sync is False
         is_alone = self._exchange.is_alone(x, topk_idx) and is_fixed
@@ -228,7 +228,7 @@ class ElasticBuffer:
         active_ranks: Tensor | None = None,
         timeout_us: int | None = -1,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Brings the rows back and adds those of each token, without weights. All ranks call it.
+        """Brings the rows back and adds each token's rows, without weights. All ranks call it.
 
         x: bfloat16 [rows, h], in the order of recv_x; rows behind the received ones are not read
         topk_weights: float32, in the form of recv_topk_weights; brought back beside the rows
@@ -318,7 +318,7 @@ class ElasticBuffer:
         it has no effect.
 
         nvlink_gbs, rdma_gbs: bandwidths in GB/s; 0: 400 and 50
-        sm_read_gbs, sm_write_gbs: those of an SM
+        sm_read_gbs, sm_write_gbs: the same for an SM
         """
         if num_scaleout_topk != 0:
             raise ValueError("num_scaleout_topk must be 0")
@@ -348,7 +348,7 @@ class ElasticBuffer:
         if with_cpu_sync and stream is not None:
             stream.synchronize()
         with profiled("barrier"):
-            self._runtime.native.count_tokens([0])
+            self._runtime.native.normal_barrier()
 
     @staticmethod
     def capture() -> EventHandle:
@@ -368,6 +368,7 @@ class ElasticBuffer:
         """Waits for operations in the background, and frees the memory, also that kept for results.
         Results that the program has stay valid."""
         self._runtime.close()
+        self._exchange.let_go()
 
     # ---- not supported
 

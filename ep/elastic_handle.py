@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from .expansion import Expansion
-from .layout import CPU
-from .normal_handle import Arrived, Route
+from .normal_handle import Arrived
+
+if TYPE_CHECKING:
+    from mooncake_backend._C import EpRoute
 
 Tensor = torch.Tensor
 
@@ -26,19 +29,19 @@ class Returning:
 class Way:
     """The parts of a handle that are not DeepEP's. Kept apart, because programs change DeepEP's."""
 
-    route: Route
+    route: EpRoute
     local: Tensor  # [rows, k]: numbers of the rank's experts, -1 is none; with `route.ends`
     expansion: Expansion | None
     tokens: Tensor  # int64 [rows]: index of the token at its rank
     returning: Returning | None  # None: the ranks do not all know it
-    there: Tensor | None  # see Arrived
+    there: Tensor  # see Arrived
 
 
 @dataclass
 class EPHandle:
     """DeepEP's attributes. T is num_max_tokens_per_rank, R the number of ranks, L the number of
     experts of this rank. Rows are the received tokens. Without do_cpu_sync there are R * T rows;
-    those behind the received ones have undefined contents."""
+    rows behind the received ones have undefined contents."""
 
     do_expand: bool
     num_experts: int
@@ -81,13 +84,10 @@ def metadata_of(arrived: Arrived, way: Way, most_tokens: int, count: int) -> Ten
     return found
 
 
-def places_at_ranks(masters: Tensor, arrived: Arrived, for_ranks: Tensor, rank: int) -> Tensor:
-    """EPHandle.dst_buffer_slot_idx. masters: see layout_by_topk(); for_ranks: see Counts"""
-    route, there = arrived.route, arrived.there
-    if there is None:
-        there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-    is_in_rank = route.sent.is_token_in_rank.long()
-    of_ranks_before = for_ranks[:rank].sum(0)
+def places_at_ranks(masters: Tensor, arrived: Arrived, rank: int) -> Tensor:
+    """EPHandle.dst_buffer_slot_idx. masters: see layout_by_topk()"""
+    is_in_rank, there = arrived.route.is_token_in_rank.long(), arrived.there
+    of_ranks_before = arrived.table[:rank, :-1].sum(0)
     places = of_ranks_before + is_in_rank.cumsum(0) - is_in_rank  # [n, R]
     owners = masters.clamp(min=0).long()
     found = places.gather(1, owners)

@@ -21,14 +21,14 @@ from .arguments import (
 )
 from .elastic_handle import EPHandle, Returning, Way, metadata_of, places_at_ranks
 from .events import EventOverlap, profiled
-from .exchange import Exchange, Participation, Sent
+from .exchange import Bound, Exchange, Participation, Sent
 from .expansion import Expansion, aligned
 from .layout import (
     CPU,
     keep_until_passed,
     layout_by_topk,
     local_experts_of,
-    local_numbers,
+    local_range,
     on_device,
     owners_of,
 )
@@ -86,17 +86,15 @@ def dispatch(
     check_topk(topk_idx, topk_weights, len(fields[0]))
     num_experts, most = form.num_experts, form.num_max_tokens_per_rank
     sent_fields = [*fields, topk_idx] if topk_weights is None else [*fields, topk_idx, topk_weights]
-    # Then nothing of the device is read on the host.
-    is_at_worst = not form.do_cpu_sync and exchange.goes_at_worst(
-        sent_fields,
-        participation,
-        weights=topk_idx.size(1),
-        most_rows=size * most,
-        most_tokens=most,
-    )
-    is_counted, stays = not is_at_worst, is_at_worst or exchange.by_kernels(home)
-    owners = owners_of(num_experts, size, CPU)
-    num_local = int((owners == rank).sum())
+    align, weights = form.expert_alignment, topk_idx.size(1)
+    # With a bound nothing of the device is read on the host.
+    bound: Bound | None = (size * most, most)
+    if form.do_cpu_sync or not exchange.takes_bound(
+        sent_fields, (size * most, most), weights, participation
+    ):
+        bound = None
+    is_counted, stays = bound is None, bound is not None or exchange.by_kernels(home)
+    first, num_local = local_range(num_experts, size, rank)
     place = home if stays else CPU
     chosen = topk_idx.to(place).long()
     if is_counted:
@@ -106,42 +104,31 @@ def dispatch(
     owners_here = owners_of(num_experts, size, place)
     is_in_rank, token_ranks, masters = layout_by_topk(chosen, owners_here, size)
     scales = fields[1] if len(fields) > 1 else None
-    agreed = form_of([fields[0], scales, topk_idx, topk_weights])
-    agreed = {"num_max_tokens_per_rank": [most], **agreed}
-    align, weights = form.expert_alignment, topk_idx.size(1)
+    per_expert = torch.empty(0, dtype=torch.int64, device=CPU)
     if is_counted:
         per_expert = torch.bincount(chosen[chosen >= 0], minlength=num_experts).to(CPU)
-        arrived, counts = exchange.dispatch(
-            Sent(sent_fields, is_in_rank, token_ranks, per_expert),
-            participation,
-            agreed=agreed,
-            weights=weights,
-        )
-        for_ranks = counts.for_ranks
-        experts = counts.for_experts.sum(0)[owners == rank].tolist()
+    arrived = exchange.dispatch(
+        Sent(sent_fields, is_in_rank, token_ranks, per_expert),
+        participation,
+        agreed=[
+            ("num_max_tokens_per_rank", most),
+            *form_of([fields[0], scales, topk_idx, topk_weights]),
+        ],
+        weights=weights,
+        bound=bound,
+    )
+    room, num_expanded = [], _most_expanded(size * most, weights, num_local, align)
+    if is_counted:
+        experts = arrived.experts[:, first : first + num_local].sum(0).tolist()
         room = [aligned(count, align) for count in experts]
         num_expanded = sum(room)
-    else:
-        no_counts = torch.empty(0, dtype=torch.int64, device=CPU)
-        arrived = exchange.dispatch_at_worst(
-            Sent(sent_fields, is_in_rank, token_ranks, no_counts),
-            participation,
-            agreed=agreed,
-            weights=weights,
-            most_rows=size * most,
-            most_tokens=most,
-        )
-        room, num_expanded = [], _most_expanded(size * most, weights, num_local, align)
     places = torch.tensor(room, dtype=torch.int64, device=CPU)
     if stays and is_counted:
         places = on_device(places, home)
-    if arrived.table is not None:
-        for_ranks = arrived.table[:, :size]
-    numbers = local_numbers(num_experts, size, rank, place)
-    local = local_experts_of(arrived.fields[num_parts], numbers)
+    local = local_experts_of(arrived.fields[num_parts], first, num_local)
     if stays:  # behind the received rows are zeros
         rows = torch.arange(len(local), device=home)
-        local = local.masked_fill((rows >= arrived.route.ends[-1]).unsqueeze(1), -1)
+        local.masked_fill_((rows >= arrived.route.ends[-1]).unsqueeze(1), -1)
     expansion = None
     if form.do_expand:
         counted = places if is_counted else None
@@ -152,16 +139,18 @@ def dispatch(
         most_sent = _most_expanded(size * most, weights, most_local, align)
         returning = Returning(most * weights, most_sent)
     elif participation.timeout_us <= 0:  # else a rank that was skipped does not know the numbers
-        rooms = -(-counts.given.sum(0) // align) * align
+        rooms = -(-arrived.counted.sum(0) // align) * align
+        owners = owners_of(num_experts, size, CPU)
         of_ranks = torch.zeros(size, dtype=torch.int64, device=CPU).index_add_(0, owners, rooms)
-        most_back = max(1, int(counts.given.sum(1).max()))
+        most_back = max(1, int(arrived.counted.sum(1).max()))
         returning = Returning(most_back, max(1, int(of_ranks.max())))
     way = Way(arrived.route, local, expansion, arrived.sources.long(), returning, arrived.there)
-    slots = places_at_ranks(masters, arrived, for_ranks, rank)
+    slots = places_at_ranks(masters, arrived, rank)
     handle = _handle(arrived, way, num_local, topk_idx, slots, form, room, places)
     received_weights = arrived.fields[-1] if topk_weights is not None else None
+    native = exchange.runtime.native
     return _received(
-        x, arrived.fields[:num_parts], received_weights, handle, are_scales_by_column, home
+        native, x, arrived.fields[:num_parts], received_weights, handle, are_scales_by_column, home
     )
 
 
@@ -186,7 +175,8 @@ def dispatch_again(
         fields.append(topk_weights)
     received = exchange.dispatch_again(fields, route, participation)
     weights = received[-1] if topk_weights is not None else None
-    return _received(x, received[:num_parts], weights, handle, are_scales_by_column, home)
+    native = exchange.runtime.native
+    return _received(native, x, received[:num_parts], weights, handle, are_scales_by_column, home)
 
 
 def combine(
@@ -286,6 +276,7 @@ def _handle(
 
 
 def _received(
+    native: EpBuffer,
     x: Rows,
     fields: Sequence[Tensor],
     weights: Tensor | None,
@@ -295,7 +286,6 @@ def _received(
 ) -> Received:
     """The fields and the weights of the received tokens, in the form of the handle's dispatch."""
     local, expansion = handle.way.local, handle.way.expansion
-    native = handle.way.route.exchange.runtime.native
     shown_topk: Tensor | None = None
     keep_until_passed(local)
     if expansion is not None:

@@ -22,7 +22,7 @@ def current_device() -> torch.device | None:
 
 
 def current_stream() -> torch.Stream | None:
-    """That of the current device; None: the program uses none."""
+    """The stream of the current device; None: the program uses none."""
     device = current_device()
     return None if device is None else torch.accelerator.current_stream(device)
 
@@ -35,22 +35,26 @@ class Work(Protocol):
 
 
 class Enqueued:
-    """Work of the current stream of a device, enqueued so far; its native calls are `works`."""
+    """Work of the current stream of a device, enqueued so far; its native calls are `works`. On the
+    CPU it has ended."""
 
     def __init__(self, works: Sequence[Work], device: torch.device) -> None:
         self._works = works
-        self._end = torch.Event(device)
-        self._end.record(torch.accelerator.current_stream(device))
+        self._end = None if device.type == "cpu" else torch.Event(device)
+        if self._end is not None:
+            self._end.record(torch.accelerator.current_stream(device))
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        torch.accelerator.current_stream(self._end.device).wait_event(self._end)
+        if self._end is not None:
+            torch.accelerator.current_stream(self._end.device).wait_event(self._end)
 
     def synchronize(self) -> None:
         for work in self._works:
             work.synchronize()
-        self._end.synchronize()
+        if self._end is not None:
+            self._end.synchronize()
 
 
 class Operation:
@@ -81,6 +85,27 @@ class Operation:
             raise AttributeError("a dispatch has no missing_contributions; a combine has")
         self.finish()
         return self._missing
+
+    def let_go(self) -> None:
+        """Waits, and keeps the end without the work, which holds the memory of its Buffer."""
+        self._work = _End(self._work)
+
+
+class _End:
+    """The end of a work: ok, or its error."""
+
+    def __init__(self, work: Work) -> None:
+        self._error: Exception | None = None
+        try:
+            work.synchronize()
+        except Exception as error:
+            self._error = error.with_traceback(None)
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    synchronize = wait
 
 
 class EventHandle:

@@ -81,7 +81,7 @@ class Expansion:
         return self._copies[stream]
 
     def expand(self, field: Tensor, out: Tensor) -> Tensor:
-        """[rows, any] -> out [count, any]. Rows between the experts are zeros; those from num_rows
+        """[rows, any] -> out [count, any]. Rows between the experts are zeros; rows from num_rows
         on are not written."""
         whole = out[: self.num_rows]
         if len(field) == 0:

@@ -35,7 +35,7 @@ def dispatch(
     num_experts: int,
     **how: Any,
 ) -> Dispatched:
-    """Sends each token to the ranks of its experts. All ranks call it. Errors are those of
+    """Sends each token to the ranks of its experts. All ranks call it. Errors are as in
     Buffer.dispatch(), on all ranks.
 
     x: bfloat16 [n, h]
@@ -64,7 +64,7 @@ def dispatch(
 
 
 def combine(buffer: Buffer, x: Tensor, handle: NormalHandle, **how: Any) -> Tensor:
-    """Brings the rows back and adds those of each token. All ranks call it.
+    """Brings the rows back and adds each token's rows. All ranks call it.
 
     x: bfloat16 [rows, h], in the order of Dispatched.rows
     how: further arguments of Buffer.combine(), for the forward only. A bias gets no gradient

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from . import reference
-
 Tensor = torch.Tensor
 RANKS_PER_RDMA_RANK = 8  # ranks of a host, for DeepEP
 CPU = torch.device("cpu")  # named in each call, since programs set another default
@@ -70,41 +68,16 @@ def owners_of(num_experts: int, num_ranks: int, device: torch.device) -> Tensor:
     )
 
 
-def local_numbers(num_experts: int, num_ranks: int, rank: int, device: torch.device) -> Tensor:
-    """int64 [E + 1]: the number of each expert among those of the rank, -1 for all others. The last
-    one is found by -1, and by numbers of no expert."""
-    owners = reference.default_owners(num_experts, num_ranks)
-    first, count = owners.index(rank) if rank in owners else 0, owners.count(rank)
-    numbers = torch.arange(num_experts + 1, device=device) - first
-    return numbers.masked_fill((numbers < 0) | (numbers >= count), -1)
+def local_range(num_experts: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """The first expert of a rank, and the number of its experts, as owners_of() has them."""
+    share, rest = divmod(num_experts, num_ranks)
+    return rank * share + min(rank, rest), share + (rank < rest)
 
 
-def local_experts_of(chosen: Tensor, numbers: Tensor) -> Tensor:
-    """Experts as numbers among those of the rank; -1 for all others.
-
-    numbers: see local_numbers()
-    """
-    return numbers.to(chosen.dtype)[chosen.long().clamp(min=-1, max=len(numbers) - 1)]
-
-
-def ranks_of(is_token_in_rank: Tensor) -> Tensor:
-    """bool [n, R] -> int32 [n, any]: the ranks of each token in their order, -1 behind them."""
-    tokens, ranks = is_token_in_rank.nonzero(as_tuple=True)
-    counts = is_token_in_rank.sum(1)
-    places = torch.arange(len(tokens), device=CPU) - (counts.cumsum(0) - counts)[tokens]
-    most = max(1, int(counts.max())) if len(counts) > 0 else 1
-    found = torch.full((len(counts), most), -1, dtype=torch.int32, device=CPU)
-    found[tokens, places] = ranks.int()
-    return found
-
-
-def ranks_by_column(is_token_in_rank: Tensor) -> Tensor:
-    """bool [n, R] -> int32 [n, R]: each of a token's ranks in its own column, -1 elsewhere. Waits
-    for no device."""
-    ranks = torch.arange(
-        is_token_in_rank.size(1), dtype=torch.int32, device=is_token_in_rank.device
-    )
-    return ranks.expand(is_token_in_rank.shape).masked_fill(~is_token_in_rank, -1).contiguous()
+def local_experts_of(chosen: Tensor, first: int, count: int) -> Tensor:
+    """Experts as numbers among the `count` ones from `first` on; -1 for all other experts."""
+    local = chosen - first
+    return local.masked_fill_((local < 0) | (local >= count), -1)
 
 
 def layout_by_topk(

@@ -29,7 +29,7 @@ class Buffer:
 
     timeout, renormalize, on_failure: beyond Mooncake's; see mooncake.ep.runtime.Runtime
 
-    Shapes and errors are those of mooncake.ep.Buffer's low latency mode.
+    Shapes and errors are as in mooncake.ep.Buffer's low latency mode.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Buffer:
             self.update_ep_member()
 
     def update_ep_member(self) -> None:
-        """Raises if this Buffer cannot be used any more. Local: any ranks may call it, and others
-        need not. The ranks agree on the active ranks before the next operation without it."""
+        """Raises if this Buffer cannot be used any more. Local: a rank may call it alone. The
+        ranks agree on the active ranks before the next operation without it."""
         self._runtime.native.update_members()
 
     def dispatch(

@@ -29,7 +29,7 @@ class ElasticBuffer(elastic.ElasticBuffer):
 
     allow_multiple_reduction: must be True
     transport: must be "auto"
-    The other arguments are those of mooncake.ep.ElasticBuffer.
+    The other arguments are as in mooncake.ep.ElasticBuffer.
     """
 
     def __init__(

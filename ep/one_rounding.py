@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .elastic_handle import EPHandle
-from .events import Enqueued, EventOverlap, Work
-from .exchange import Exchange, Participation, Sent, Works
+from .events import Enqueued, EventOverlap
+from .exchange import Exchange, Participation, Sent
 from .layout import CPU, keep_until_passed, on_device
 
 if TYPE_CHECKING:
@@ -31,13 +31,8 @@ def is_at_worst(exchange: Exchange, x: Any, handle: Any, timeout_us: Any) -> boo
         return False
     like = [torch.empty((0, way.route.hidden), dtype=torch.bfloat16, device=home)]
     like.append(torch.empty((0, 1), dtype=torch.int32, device=home))
-    return exchange.goes_at_worst(
-        like,
-        exchange.participation(None, timeout_us),
-        weights=1,
-        most_rows=way.returning.most_rows,
-        most_tokens=way.returning.most_sent,
-    )
+    bound = way.returning.most_rows, way.returning.most_sent
+    return exchange.takes_bound(like, bound, 1, exchange.participation(None, timeout_us))
 
 
 @torch.no_grad()
@@ -75,9 +70,7 @@ def combine(
     is_chosen = (chosen >= 0) & (chosen < handle.num_experts)
     missing = (is_chosen & (row_of < 0)).any(dim=1).to(home)
     combined = sums.bfloat16().to(home)
-    ended: Work = Works([], [], participation)
-    if home != CPU:
-        ended = Enqueued([] if back.work is None else [back.work], home)
+    ended = Enqueued([] if back.work is None else [back.work], home)
     return combined, None, exchange.ended("combine", ended, missing, async_finish)
 
 
@@ -95,10 +88,10 @@ def _return_counted(
     rows, places = (slots >= 0).nonzero(as_tuple=True)
     sources = torch.searchsorted(route.ends.to(place).long(), rows, right=True)
     choices = handle.way.tokens.to(place)[rows] * slots.size(1) + places
-    there = torch.tensor(route.participants, dtype=torch.bool, device=CPU)
-    mask = participation.among(there).to(place)
+    there = torch.tensor(route.participants, dtype=torch.bool, device=place)
+    mask = participation.among(there)
     is_in_rank = torch.nn.functional.one_hot(sources, size).bool()
-    back, _ = exchange.dispatch(
+    back = exchange.dispatch(
         Sent(
             [x.to(place)[slots[rows, places]], choices.int().unsqueeze(1)],
             is_in_rank,
@@ -107,17 +100,17 @@ def _return_counted(
         ),
         Participation(mask, participation.timeout_us),
         # All ranks combine the rows of the same dispatch.
-        agreed={"the handle's dispatch": [route.number % 2**32]},
+        agreed=[("the handle's dispatch", route.number % 2**32)],
         weights=1,
     )
-    participation.show(mask != 0)
+    participation.show(mask)
     return back
 
 
 def _return_at_worst(
     exchange: Exchange, x: Tensor, handle: EPHandle, participation: Participation
 ) -> Arrived:
-    """Sends all rows of the expanded form. Those that no choice has go to no rank."""
+    """Sends all rows of the expanded form. Rows that no choice has go to no rank."""
     way, home, size = handle.way, x.device, len(handle.way.route.ends)
     assert way.expansion is not None
     assert way.returning is not None
@@ -130,15 +123,10 @@ def _return_at_worst(
     is_none, rows = expansion.sources < 0, expansion.sources.clamp(min=0)
     ranks = torch.searchsorted(ends.long(), rows, right=True).masked_fill(is_none, -1)
     choices = tokens[rows] * expansion.slots.size(1) + expansion.places()
-    there = way.there
-    if there is None:
-        there = on_device(torch.tensor(way.route.participants, dtype=torch.bool, device=CPU), home)
-    else:
-        keep_until_passed(there)
-    mask = there.int()
-    if participation.active_ranks is not None:
-        mask = mask & (participation.active_ranks[:size] != 0)
-    back = exchange.dispatch_at_worst(
+    there = way.there if way.there.device == home else on_device(way.there, home)
+    keep_until_passed(there)
+    mask = participation.among(there)
+    back = exchange.dispatch(
         Sent(
             [x[: expansion.num_rows], choices.int().unsqueeze(1)],
             ranks.unsqueeze(1) == torch.arange(size, device=home),
@@ -146,13 +134,12 @@ def _return_at_worst(
             torch.zeros(0, dtype=torch.int64, device=CPU),
         ),
         Participation(mask, participation.timeout_us),
-        agreed={},
+        agreed=[],
         weights=1,
-        most_rows=way.returning.most_rows,
-        most_tokens=way.returning.most_sent,
+        bound=(way.returning.most_rows, way.returning.most_sent),
         of=way.route,
     )
-    participation.show(mask != 0)
+    participation.show(mask)
     return back
 
 

@@ -46,7 +46,7 @@ def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int
 @dataclass(frozen=True)
 class Members:
     """The ranks of a buffer. A group of ours shares its engine with the buffer. A group of another
-    backend is used at the start only, to exchange keys and addresses."""
+    backend is used in the constructor only, to exchange keys and addresses."""
 
     rank: int
     size: int
@@ -111,8 +111,8 @@ class Runtime:
         full sum
     on_failure: "continue" without lost ranks, or "raise"; None: the group's own
     is_normal: for the normal mode, whose results are not in the buffer's memory
-    borrows_engine: runs on the engine of set_transfer_engine(), which serves one buffer of a group
-    that is not ours
+    beside: another runtime of the same members, whose connections this one uses
+    bytes_beside: of the runtimes that are made beside this one
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class Runtime:
         renormalize: bool,
         on_failure: OnFailure | None,
         is_normal: bool = False,
-        borrows_engine: bool = True,
+        beside: Runtime | None = None,
+        bytes_beside: int = 0,
     ) -> None:
         if on_failure not in (None, *ON_FAILURE):
             raise ValueError(f"on_failure is {on_failure!r}, not one of {ON_FAILURE}")
@@ -142,9 +143,11 @@ class Runtime:
             route_hint=members.route_hint,
             renormalize=renormalize,
             raises=mode == "raise",
-            engine=transfer_engine() if members.backend is None and borrows_engine else None,
+            engine=transfer_engine() if members.backend is None and beside is None else None,
             devices=device_filter(),
             has_results=not is_normal,
+            beside=None if beside is None else beside.native,
+            bytes_beside=bytes_beside,
         )
 
     @property
@@ -158,6 +161,8 @@ class Runtime:
         buffer, self._native = self._native, None
         if buffer is not None:
             buffer.close(self.timeout)
+        if self._last_combine is not None:
+            self._last_combine.let_go()
 
     def dispatch(
         self,

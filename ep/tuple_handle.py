@@ -1,4 +1,4 @@
-"""Handles that are DeepEP's tuples, which programs copy, pack into others and unpack."""
+"""Handles that are DeepEP's tuples, which programs copy, pack into other tuples and unpack."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MC_DEVICE SplitTable& tableOf(const Turn& turn, int rank) {
 
 MC_DEVICE void writeTable(const AllToAllArguments& a, const Turn& turn) {
   const GroupState& state = *a.exchange.state;
-  SplitTable& table = *reinterpret_cast<SplitTable*>(published(state, state.rank, turn.serial));
+  SplitTable& table = *reinterpret_cast<SplitTable*>(bankAt(state, state.rank, turn.serial));
   for (int rank = int(threadIdx.x); rank < state.ranks; rank += int(blockDim.x)) {
     table.to[rank] = a.to[rank];
     table.from[rank] = a.from[rank];
@@ -48,7 +48,7 @@ MC_DEVICE void writeTable(const AllToAllArguments& a, const Turn& turn) {
 
 MC_DEVICE void publishSegments(const AllToAllArguments& a, const Turn& turn, const Blocks& blocks) {
   const GroupState& state = *a.exchange.state;
-  unsigned char* const own = published(state, state.rank, turn.serial) + kTableBytes;
+  unsigned char* const own = bankAt(state, state.rank, turn.serial) + kTableBytes;
   for (unsigned block = blocks.first; block < blocks.end; ++block) {
     if (!blocks.publish(state, block, turn.number)) continue;
     if (turn.number == 0 && block == 0) writeTable(a, turn);
@@ -113,8 +113,8 @@ MC_DEVICE void readTables(const AllToAllArguments& a, const Turn& turn, Splits& 
   __syncthreads();
 }
 
-// Copies the block's part of an exchange, first that of the next rank: so ranks do not all read from
-// the same one. Segments of lost ranks are filled with zeros.
+// Copies the block's part of an exchange, beginning with the segment of the next rank: so ranks do
+// not all read from the same one. Segments of lost ranks are filled with zeros.
 MC_DEVICE void receiveSegments(const AllToAllArguments& a, const Turn& turn, const Splits& splits,
                                unsigned block) {
   const GroupState& state = *a.exchange.state;

@@ -25,9 +25,9 @@ struct SplitTable {
   uint64_t from[kMaxRanks];  // bytes that the rank expects, by sender
 };
 
-constexpr size_t kSegmentUnit = 16;  // segments lie at multiples of so many bytes
+constexpr size_t kSegmentUnit = 16;  // bytes: segments lie at multiples of it
 constexpr size_t kTableBytes = (sizeof(SplitTable) + 127) / 128 * 128;
-// A bank that is larger than an input by so many bytes takes it in one exchange.
+// A bank that is larger than an input by `kSplitBytes` takes it in one exchange.
 constexpr size_t kSplitBytes = kTableBytes + 2 * kMaxRanks * kSegmentUnit;
 
 // all_to_all. A rank knows only its own splits, so the table tells the other ranks how many

@@ -7,16 +7,13 @@ namespace mooncake::kernels {
 
 enum class Waited : uint32_t { kArrived, kStopped, kMismatch };
 
-// Time between two looks at memory of the host, each of which takes as long as a signal.
-constexpr uint64_t kLookNs = 20'000;
-
 // Waits for a rank's signal of an exchange, which `read()` returns.
 template <typename Read>
 MC_DEVICE Waited awaitFrom(const Exchange& exchange, uint64_t serial, int peer, uint64_t deadline,
                            const Read& read) {
   const GroupState& state = *exchange.state;
   const uint64_t expected = signalOf(exchange, serial);
-  uint64_t nextLook = now() + kLookNs;
+  uint64_t nextLook = now() + kHostLookNs;
   for (;;) {
     const uint64_t signal = read();
     if (signal == expected) return Waited::kArrived;
@@ -28,7 +25,7 @@ MC_DEVICE Waited awaitFrom(const Exchange& exchange, uint64_t serial, int peer, 
     if (time > nextLook) {
       if (loadRelaxedSystem(&state.host->stop) != state.generation) return Waited::kStopped;
       if (has(state.remote.ranks, peer) && isCutOff(state.remote, peer)) return Waited::kStopped;
-      nextLook = time + kLookNs;
+      nextLook = time + kHostLookNs;
     }
     relax();
   }

@@ -56,7 +56,7 @@ MC_DEVICE Reduction reductionOf(const ReduceArguments& a, const GroupState& stat
     const Part own = segmentOf(turn.active, state.rank, bytes);
     offset = own.begin;
     bytes = own.end - own.begin;
-    target = published(state, state.rank, turn.serial + 1) + offset;
+    target = bankAt(state, state.rank, turn.serial + 1) + offset;
   }
   const Part part = partOf(bytes, block, gridDim.x, kPartBytes);
   return {offset + part.begin, part.end - part.begin, target + part.begin};
@@ -76,7 +76,7 @@ MC_DEVICE void reducePart(const GroupState& state, const Turn& turn, const Reduc
     reduceUnit<T, kBy, 1>(state, turn, part.offset + i * sizeof(T), target + i);
 }
 
-// Copies the block's part of a piece from the segments of all ranks. The part is that of commit().
+// Copies the block's part of a piece from the segments of all ranks. The part is as in commit().
 MC_DEVICE void gatherSegments(const ReduceArguments& a, const GroupState& state, const Turn& turn,
                               unsigned block) {
   const Part piece = pieceOf(a.exchange, turn, a.bytes);
@@ -150,8 +150,8 @@ MC_DEVICE bool hold(GroupState& state) {
 }
 
 // Stops the group's kernels between two operations if none waits, so that the host's decision takes
-// effect there. Some of them run on other streams: it waits for one that has begun, and others wait
-// for it. It runs after all kernels that do not (Exchange::isHeld). One thread.
+// effect there. Some of them run on other streams: it waits for a kernel that has begun, and later
+// kernels wait for it. It runs after all kernels that do not (Exchange::isHeld). One thread.
 MC_DEVICE void acknowledge(GroupState& state) {
   const uint64_t deadline = now() + state.decisionNs;
   while (!hold(state)) {

@@ -41,9 +41,9 @@ struct Exchange {
   uint64_t skipNs;  // the host hears if ranks are so late, and may skip them; 0: it does not
 };
 
-// result[i] = input of rank 0 [i] op that of rank 1 ..., for `bytes` at `offset` of the published
-// piece: all_reduce with offset = 0, reduce_scatter with the rank's part, reduce with no bytes
-// elsewhere. Two-shot: all_reduce only.
+// result[i] = input of rank 0 [i] op input of rank 1 [i] ..., for `bytes` at `offset` of the
+// published piece: all_reduce with offset = 0, reduce_scatter with the rank's part, reduce with no
+// bytes elsewhere. Two-shot: all_reduce only.
 struct ReduceArguments {
   Exchange exchange;
   size_t offset;

@@ -4,18 +4,18 @@
 #include "kernels/publish.cuh"
 
 // One operation of a group on GPUs: each rank publishes its inputs in memory that all ranks map,
-// signals that, waits for the others' signals, and computes its result from their memory. This
-// memory outlives its owner. So once one rank has ended an operation, every other rank can end it
-// with the same data.
+// signals that, waits for the other ranks' signals, and computes its result from their memory.
+// This memory outlives its owner. So once one rank has ended an operation, every other rank can end
+// it with the same data.
 //
 // No memory of a rank on another host is mapped: a rank pushes its data to the inboxes of remote
-// ranks (kernels/remote.cuh). If it is lost, some may have all of them, and others none. So a group
-// on several hosts has a second round: each rank tells the others that it has all data that it
-// receives, and uses them once all have told so. A rank that still lacks this of a lost rank can
-// take the operation, if any rank has ended it: then the data are there.
+// ranks (kernels/remote.cuh). If it is lost, some ranks may have all of them, and some none. So a
+// group on several hosts has a second round: each rank tells the other ranks that it has all data
+// that it receives, and uses them once all have told so. A rank that still lacks this of a lost
+// rank can take the operation, if any rank has ended it: then the data are there.
 //
 // Data that all ranks read cross to another host once: to the inbox of one of its ranks, which the
-// others of its host map. The second round tells them that the data are there, and this memory
+// other ranks of its host map. The second round tells them that the data are there, and this memory
 // outlives its owner, too.
 //
 // Inputs that do not fit go in pieces, each by an exchange of its own. Consecutive exchanges take
@@ -23,12 +23,19 @@
 // of all ranks for an exchange first publishes the next one, and then uses the data: so the next
 // piece crosses to other hosts meanwhile. When all blocks of all ranks have published exchange n,
 // they have had the signals for n - 1 before, and have ended n - 2 before that. So n + 1 may have
-// its bank.
+// its bank. Of one block, in time:
 //
-// A rank that the others count as lost may still read in inboxes of its host. If n is the last
+//   publish 0  wait 0  publish 1  use 0  wait 1  publish 2  use 1  wait 2  publish 3  use 2  wait 3
+//   |--- bank 0: other ranks read 0 ----------------------------------->|  |--- bank 0: 3 --
+//                      |--- bank 1: other ranks read 1 ------------------------------------>|  |--
+//                                              |--- bank 2: other ranks read 2 --------------------
+//
+// The end of "wait 2" is the proof: all blocks of all ranks have published 2, so none reads 0.
+//
+// A rank that the survivors count as lost may still read in inboxes of its host. If n is the last
 // exchange of which they have told that they have all data, that rank had published n. So it may
 // read n - 1 and n, and the first exchange without that rank has the bank of n + 1. For the second
-// one there are signals of all ranks, and those of its host have told it before that it is out.
+// one there are signals of all ranks, and the ranks of its host have told it before that it is out.
 //
 // Rows of experts have two banks only, and no exchange is published ahead: a rank has ended the one
 // before, for which it needed the signals of all ranks. So all have ended the one before that, and
@@ -48,9 +55,10 @@
 // told that it has all data of that one, and the data of earlier exchanges have come ahead of them.
 //
 // Where late ranks may be skipped (Exchange::skipNs), an operation has one exchange and two banks.
-// The hosts of all ranks stop their kernels, and find those that have not begun the operation: the
-// others do it without them. The kernel of a skipped rank ends at once when it comes. So no rank is
-// more than one operation ahead of those that it waits for, and the banks are used as above.
+// The hosts of all ranks stop their kernels, and find the ranks that have not begun the operation:
+// the other ranks do it without them. The kernel of a skipped rank ends at once when it comes. So
+// no rank is more than one operation ahead of the ranks that it waits for, and the banks are used
+// as above.
 namespace mooncake::kernels {
 
 // Asks the host how an operation goes on that has stopped in this turn. The decision takes effect.
@@ -77,14 +85,14 @@ MC_DEVICE Decision decideForAll(const Exchange& exchange, BlockState& shared, co
 enum class Arrival : uint32_t { kNotLast, kAllEnded, kSomeStopped };
 
 // This block has ended, or has stopped, before this exchange. Tells the last block.
-MC_DEVICE Arrival arrive(const Exchange& exchange, const Turn& turn, unsigned published,
+MC_DEVICE Arrival arrive(const Exchange& exchange, const Turn& turn, unsigned announced,
                          BlockState& shared) {
   constexpr uint32_t kStopped = 1u << 16;
   GroupState& state = *exchange.state;
   const uint32_t mine = turn.number == turn.exchanges ? 1 : 1 + kStopped;
   if (threadIdx.x == 0) {
     state.progress[blockIdx.x] = turn.number;
-    state.published[blockIdx.x] = published;
+    state.publishedExchanges[blockIdx.x] = announced;
     shared.arrived = mine + addAcqRelDevice(&state.arrived, mine);
   }
   __syncthreads();
@@ -117,7 +125,7 @@ MC_DEVICE void commit(const Exchange& exchange, const Blocks& blocks, size_t byt
 // An operation from its first exchange on. `publish(turn, blocks)` publishes the blocks' parts and
 // signals that. `consume(state, turn, block)` computes the block's part of an exchange's result
 // from the memory of the ranks that take part. It stands here only once, because it is most of the
-// code. That of the first exchange may set the number of exchanges, the same on all ranks. `bytes`:
+// code. In the first exchange it may set the number of exchanges, the same on all ranks. `bytes`:
 // size of the operation's result. `finish(last)` runs on the last block, when the operation cannot
 // begin anew any more, with its last exchange; false: it has failed the group. All have all threads
 // of a block.
@@ -129,7 +137,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
   Turn turn{state.serial + 1, 0, activeIn(state), exchangesOf(exchange), shared.data};
   Blocks blocks{blockIdx.x, blockIdx.x + 1, false, false};
   uint64_t deadline = now() + state.patienceNs;
-  unsigned published = 0;  // exchanges
+  unsigned announced = 0;  // exchanges that the blocks have published
   bool hasData = false;    // of the exchange in `turn`
   for (;;) {
     for (int rank = int(threadIdx.x); !hasData && rank < state.ranks; rank += int(blockDim.x))
@@ -137,9 +145,9 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
     // A rank that is skipped signals nothing and reads nothing.
     const bool takesPart = has(turn.active, state.rank);
     const Turn next = hasData ? after(turn) : turn;
-    if (takesPart && published <= next.number && (!hasData || isAhead(exchange, next))) {
+    if (takesPart && announced <= next.number && (!hasData || isAhead(exchange, next))) {
       publish(next, blocks);
-      published = next.number + 1;
+      announced = next.number + 1;
     }
     bool isReady = !takesPart || (hasData ? awaitUse(exchange, turn, deadline, shared)
                                           : awaitData(exchange, turn, blocks, deadline, shared));
@@ -157,7 +165,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       if (!isReady) {
         turn = {state.serial + 1, 0, activeIn(state), exchangesOf(exchange), shared.data};
         blocks.areRedone = true;
-        published = 0;
+        announced = 0;
         hasData = false;
         if (state.remote.ranks) awaitRings(state);
         continue;
@@ -178,7 +186,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
       __syncthreads();
       if (blocks.areStopped) break;
     }
-    const Arrival arrival = arrive(exchange, turn, published, shared);
+    const Arrival arrival = arrive(exchange, turn, announced, shared);
     if (arrival == Arrival::kNotLast) return;
     if (arrival == Arrival::kAllEnded) break;
     if (exchange.isOfGraph && threadIdx.x == 0)
@@ -186,7 +194,7 @@ MC_DEVICE void runExchange(const Exchange& exchange, size_t bytes, const Publish
     blocks = {0, gridDim.x, true, false};
     const unsigned number = leastProgress(state);
     turn.serial -= turn.number - number;
-    turn.number = published = number;
+    turn.number = announced = number;
     hasData = false;
     deadline = now() + exchange.decisionNs;
   }

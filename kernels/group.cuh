@@ -29,7 +29,7 @@ MC_DEVICE void enter(GroupState& state) {
   __syncthreads();
 }
 
-// So many blocks, which have all entered, use the state no more. One thread.
+// `blocks` blocks, which have all entered, use the state no more. One thread.
 MC_DEVICE void leave(const Exchange& exchange, uint32_t blocks) {
   if (exchange.isHeld) addAcqRelDevice(&exchange.state->entered, 0u - blocks);
 }
@@ -58,8 +58,8 @@ MC_DEVICE void failGroup(GroupState& state, Failure failure, int rank) {
   storeReleaseSystem(&state.host->failed, uint32_t(failure));
 }
 
-// The ranks that take part become others. Tells the host from which operation on, and those that are
-// out.
+// Changes the ranks that take part. Tells the host from which operation on, and tells the ranks
+// that are out.
 MC_DEVICE void change(GroupState& state, Decision decision, bool isOfGraph, uint64_t active) {
   if (active == state.active) return;
   HostWords& host = *state.host;

@@ -13,6 +13,9 @@ namespace mooncake::kernels {
 constexpr int kMaxRanks = 32;   // of a group
 constexpr int kMaxBlocks = 16;  // of a kernel
 
+// Time of a wait between two looks at memory of the host, each of which takes as long as a signal.
+constexpr uint64_t kHostLookNs = 20'000;
+
 // A word for each block and source in memory of the receiving rank, which only the source writes:
 // the serial number of its exchange, and in the lower kCallBits a hash of its call. Serial numbers
 // do not wrap: a word may stay as it is for as long as all calls have few blocks.
@@ -32,7 +35,7 @@ MOONCAKE_HOST_DEVICE constexpr unsigned bankOf(uint64_t serial, unsigned banks) 
 }
 
 // After a loss: the serial number that the next exchange follows, so that it has the bank after
-// that of the exchange `last`. No exchange has had a higher one than `taken`.
+// the bank of the exchange `last`. No exchange has had a higher one than `taken`.
 constexpr uint64_t serialAfterLoss(uint64_t taken, uint64_t last, unsigned banks) {
   while (bankOf(taken, banks) != bankOf(last, banks)) ++taken;
   return taken;
@@ -73,8 +76,8 @@ struct HostWords {
   uint32_t decision = 0;
   uint64_t active = 0;  // bits of the ranks that go on
   uint64_t serial = 0;  // the next exchange has the serial number after this one
-  // In operation `partial` only the ranks `among` take part: others were late. This rank takes no
-  // part in its operations up to number `skipped`.
+  // In operation `partial` only the ranks `among` take part: the other ranks were late. This rank
+  // takes no part in its operations up to number `skipped`.
   uint64_t partial = 0;
   uint64_t among = 0;
   uint64_t skipped = 0;
@@ -84,7 +87,7 @@ struct HostWords {
   uint32_t stopped = 0;
   uint64_t stoppedAt = 0;  // number of the operation that has stopped; `done`: between two
   uint64_t done = 0;       // number of the last operation that has ended
-  uint64_t calls = 0;      // those of them that a call launched, and no graph
+  uint64_t calls = 0;      // number of them that a call launched, and no graph
   uint64_t parked = 0;     // number of a graph's operation in which a rank was late
   uint64_t missing = 0;    // bits of the ranks that the stopped operation waits for
   uint64_t ended = 0;   // serial number of the last exchange of the last operation that has ended
@@ -95,7 +98,8 @@ struct HostWords {
   uint64_t skipNs = 0;
   uint32_t failed = 0;  // a Failure
   uint32_t failedRank = 0;
-  // The decisions by which ranks went out, in their order. `changeCount` is written last.
+  // The decisions by which ranks went out, in their order. `changeCount` is written last. Each takes
+  // out one rank at least, and none comes back to a group: so there are fewer than ranks.
   uint32_t changeCount = 0;
   Change changes[kMaxRanks] = {};
   // A ring. `misfitCount` is written last.
@@ -113,7 +117,7 @@ enum class Failure : uint32_t {
   kRefused,
   kUnreceived,  // an operation was sent before the one ahead of it had been received
   kOut,         // other ranks have gone on without this one
-  kSplits,      // those of a replayed all_to_all do not fit, or too many misfits are not taken
+  kSplits,      // splits of a replayed all_to_all do not fit, or too many misfits are not taken
   // failedRank has given wrong inputs; see kernels/ep.
   kNoSuchExpert,
   kTooManyRows,
@@ -123,8 +127,8 @@ enum class Failure : uint32_t {
 };
 
 // Memory of the rank's own device. Kernels of a group run one after the other on it, so only the
-// blocks of one kernel share its words. `entered` keeps the kernel that stops the others from
-// running beside those on other streams.
+// blocks of one kernel share its words. `entered` keeps acknowledge() from running beside
+// kernels on other streams.
 struct GroupState {
   int rank = 0;
   int ranks = 0;
@@ -142,9 +146,9 @@ struct GroupState {
   uint32_t failed = 0;      // a Failure: later operations do nothing
   uint32_t arrived = 0;     // blocks that have ended their part, and from bit 16 on stopped ones
   uint32_t entered = 0;     // blocks with Exchange::isHeld that have begun, or kHeld
-  // Exchanges that a block has ended, and those that it has published, when it leaves.
+  // Exchanges that a block has ended, and exchanges that it has published, when it leaves.
   uint32_t progress[kMaxBlocks] = {};
-  uint32_t published[kMaxBlocks] = {};
+  uint32_t publishedExchanges[kMaxBlocks] = {};
 
   uint64_t patienceNs = 0;  // a kernel that waits for so long stops by itself
   uint64_t decisionNs = 0;  // between two operations, the host decides within this time

@@ -21,7 +21,7 @@ MC_DEVICE Part commonOf(const Part& a, const Part& b) {
   return {begin, begin < end ? end : begin};
 }
 
-// Parts of blocks begin at multiples of so many bytes.
+// Bytes: parts of blocks begin at multiples of it.
 constexpr size_t kPartBytes = 1024;
 
 MC_DEVICE int countOf(uint64_t ranks) {
@@ -30,7 +30,7 @@ MC_DEVICE int countOf(uint64_t ranks) {
   return count;
 }
 
-// Segments of ranks begin at multiples of so many bytes: units of memory accesses of a GPU.
+// Bytes: segments of ranks begin at multiples of it. Units of memory accesses of a GPU.
 constexpr size_t kSegmentBytes = 128;
 
 // The segment of a rank that takes part: [begin, end) of a piece of `bytes`.
@@ -81,7 +81,7 @@ MC_DEVICE bool areForAll(const Exchange& exchange, const Turn& turn) {
 }
 
 // Whether an exchange is published before the data of the one before it are used. Segments are not:
-// they come of those data.
+// they come of these data.
 MC_DEVICE bool isAhead(const Exchange& exchange, const Turn& turn) {
   return exchange.state->banks == kMostBanks && turn.number < turn.exchanges &&
          !gathersSegments(exchange, turn);

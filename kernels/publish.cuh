@@ -11,17 +11,17 @@
 namespace mooncake::kernels {
 
 // Memory that a rank has published for an exchange, and its size.
-MC_DEVICE unsigned char* published(const GroupState& state, int rank, uint64_t serial) {
+MC_DEVICE unsigned char* bankAt(const GroupState& state, int rank, uint64_t serial) {
   if (has(state.remote.ranks, rank)) return inboxOf(state, rank, serial);
   return state.data[rank] + bankOf(serial, state.banks) * state.bankBytes;
 }
 
-MC_DEVICE size_t publishedBytes(const GroupState& state, int rank) {
+MC_DEVICE size_t bankBytesOf(const GroupState& state, int rank) {
   return has(state.remote.ranks, rank) ? state.remote.inboxBankBytes : state.bankBytes;
 }
 
 // The rank of `to`'s host that receives the data of rank `from`, which are for all ranks there. It
-// follows from the ranks that take part. The ranks of a host send to those of another one in turn.
+// follows from the ranks that take part. The ranks of a host send to another host's ranks in turn.
 MC_DEVICE int receiverOf(const Remote& remote, uint64_t active, int from, int to) {
   uint64_t theirs = active & remote.hosts[to];
   const uint64_t before = active & remote.hosts[from] & ((uint64_t(1) << from) - 1);
@@ -37,11 +37,11 @@ MC_DEVICE bool receives(const Exchange& exchange, const Turn& turn, int peer) {
 }
 
 // The memory where this rank reads the data of a rank that takes part: published memory, its own
-// inbox, or that of another rank of its host.
+// inbox, or the inbox of another rank of its host.
 MC_DEVICE unsigned char* dataOf(const Exchange& exchange, const Turn& turn, int rank) {
   const GroupState& state = *exchange.state;
   const Remote& remote = state.remote;
-  unsigned char* const data = published(state, rank, turn.serial);
+  unsigned char* const data = bankAt(state, rank, turn.serial);
   if (!has(remote.ranks, rank) || !areForAll(exchange, turn)) return data;
   const int receiver = receiverOf(remote, turn.active, rank, state.rank);
   return remote.regions[receiver] + (data - remote.regions[state.rank]);
@@ -59,9 +59,10 @@ struct Blocks {
 
   // Whether this block publishes the block's part of an exchange.
   MC_DEVICE bool publish(const GroupState& state, unsigned block, unsigned exchange) const {
-    return !areStopped || areRedone || state.published[block] <= exchange;
+    return !areStopped || areRedone || state.publishedExchanges[block] <= exchange;
   }
-  // Whether this block computes the block's part of the result. Others push parts of it already.
+  // Whether this block computes the block's part of the result. Other blocks push parts of it
+  // already.
   MC_DEVICE bool compute(const GroupState& state, unsigned block, unsigned exchange) const {
     return !areStopped || areRedone || state.progress[block] <= exchange;
   }
@@ -146,7 +147,7 @@ MC_DEVICE void pushInputs(const Exchange& exchange, const Turn& turn, Pushes& pu
 MC_DEVICE void publish(const Exchange& exchange, const Turn& turn, const Blocks& blocks) {
   const GroupState& state = *exchange.state;
   const Part piece = pieceOf(exchange, turn, exchange.bytes);
-  unsigned char* const own = published(state, state.rank, turn.serial);
+  unsigned char* const own = bankAt(state, state.rank, turn.serial);
   const unsigned end = gathersSegments(exchange, turn) ? blocks.first : blocks.end;
   for (unsigned block = blocks.first; block < end; ++block) {
     if (!blocks.publish(state, block, turn.number)) continue;

@@ -71,8 +71,8 @@ MC_DEVICE void pushCommands(Pushes& pushes, uint64_t source, uint64_t target, si
   if (__any_sync(kAllLanes, isOne && !isPushed)) pushes.areWhole = false;
 }
 
-// Pushes `bytes` at `from` of this rank's bank to `to` of its bank in the remote rank's inbox:
-// those of each lane. The block has written them before a barrier.
+// Each lane pushes its `bytes` at `from` of this rank's bank to `to` of its bank in the remote
+// rank's inbox. The block has written them before a barrier.
 MC_DEVICE void push(Pushes& pushes, size_t from, size_t to, size_t bytes) {
   const GroupState& state = pushes.state;
   const size_t bank = bankOf(pushes.serial, state.banks);
@@ -112,14 +112,13 @@ MC_DEVICE uint64_t pushedTo(const Remote& remote, int peer, unsigned block) {
   return __shfl_sync(kAllLanes, lane() == 0 ? remote.pushed[peer][block] : 0, 0);
 }
 
-// Waits until so many commands of the ring have completed: a broken connection may repeat the
-// others, and their data would come late. Returns false if the rank gets no commands now: the host
-// stops this kernel, if it may stop, or the rank is cut off. One thread.
+// Waits until `count` commands of the ring have completed: a broken connection may repeat the other
+// commands, and their data would come late. Returns false if the rank gets no commands now: the
+// host stops this kernel, if it may stop, or the rank is cut off. One thread.
 MC_DEVICE bool awaitRing(GroupState& state, int peer, uint32_t count, bool mayStop) {
-  constexpr uint64_t kStopLookNs = 20'000;
   ProxyView proxy = state.remote.proxy;
   const uint64_t deadline = now() + proxy.timeoutNs;
-  proxy.timeoutNs = kStopLookNs;
+  proxy.timeoutNs = kHostLookNs;
   for (;;) {
     const ProxyResult result = awaitCompleted(proxy, uint32_t(peer), count);
     if (result == ProxyResult::kDone) return true;

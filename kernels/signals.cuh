@@ -8,10 +8,9 @@ namespace mooncake::kernels {
 // Waits until the word that the rank changes has the value. If that takes too long, or any rank is
 // lost, returns false: ranks that know of the loss signal no more.
 MC_DEVICE bool awaitWord(const SignalArguments& a, const uint32_t* word, uint32_t value, int peer) {
-  constexpr uint64_t kLookNs = 20'000;  // between two looks at memory of the host
   uint64_t time = now();
   const uint64_t deadline = time + a.timeoutNs;
-  for (uint64_t nextLook = time + kLookNs; loadAcquireSystem(word) != value;) {
+  for (uint64_t nextLook = time + kHostLookNs; loadAcquireSystem(word) != value;) {
     time = now();
     if (time > deadline) {
       storeReleaseSystem(&a.host->missed[peer], uint32_t(Missed::kLate));
@@ -19,7 +18,7 @@ MC_DEVICE bool awaitWord(const SignalArguments& a, const uint32_t* word, uint32_
     }
     if (time > nextLook) {
       if (loadRelaxedSystem(&a.host->lost)) return false;
-      nextLook = time + kLookNs;
+      nextLook = time + kHostLookNs;
     }
     relax();
   }

@@ -23,7 +23,7 @@ struct SignalArguments {
   int rank;
   int ranks;
   uint32_t channel;
-  uint64_t puts, waits;  // bits of the ranks that get a signal, and of those that one is taken of
+  uint64_t puts, waits;  // bits of the ranks that get a signal, and of the ranks that give one
   uint64_t timeoutNs;    // for each of the two
 };
 

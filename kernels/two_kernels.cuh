@@ -15,8 +15,8 @@ MC_DEVICE void sendAll(const Exchange& exchange, const Write& write, const Push&
   const Turn turn{state.serial + 1, 0, activeIn(state)};
   const bool isUnreceived = state.sent > state.serial;
   if (!isUnreceived) {
-    write(published(state, state.rank, turn.serial), blockIdx.x);
-    // The second kernel pushes no data. No rank reads those of one that is skipped.
+    write(bankAt(state, state.rank, turn.serial), blockIdx.x);
+    // The second kernel pushes no data. No rank reads the data of a skipped rank.
     if (has(turn.active, state.rank))
       signalAll(exchange, turn, {blockIdx.x, blockIdx.x + 1, false, false}, push, false);
   }

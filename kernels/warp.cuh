@@ -12,6 +12,11 @@ MC_DEVICE unsigned warpOf(unsigned block) {
   return block * (blockDim.x / kLanes) + threadIdx.x / kLanes;
 }
 MC_DEVICE unsigned warps() { return gridDim.x * (blockDim.x / kLanes); }
+// The warps take turns with items: the first item for this warp, where `before` items of other
+// groups had their turns.
+MC_DEVICE size_t firstItem(unsigned block, size_t before) {
+  return (warpOf(block) + warps() - before % warps()) % warps();
+}
 
 MC_DEVICE unsigned lanesBelow() { return (1u << lane()) - 1; }
 
@@ -23,6 +28,9 @@ MC_DEVICE unsigned sumUpTo(unsigned value) {
   }
   return value;
 }
+
+// The value of the first lane.
+MC_DEVICE unsigned ofFirstLane(unsigned value) { return __shfl_sync(kAllLanes, value, 0); }
 
 template <typename T, typename Combine>
 MC_DEVICE T combineLanes(T value, const Combine& combine) {

@@ -61,6 +61,10 @@ class MooncakeBackend(Backend):
     def acknowledge_loss(self) -> bool:
         """See mooncake_backend.acknowledge_loss()."""
 
+    @staticmethod
+    def note_losses_read() -> None:
+        """The program reads which ranks contribute, and needs no warnings of missing parts."""
+
     def check_standing(self) -> None:
         """Raises the error of every later call if this rank is out of the job."""
 
@@ -190,27 +194,53 @@ class EpHandle:
     """The routing of a dispatch, which its combine needs."""
 
     @property
-    def number(self) -> int:
-        """Of the operation; the same on all ranks."""
-
-    @property
     def num_experts(self) -> int: ...
     @property
     def num_max_tokens(self) -> int: ...
     @property
     def hidden(self) -> int: ...
 
-class EpTokenHandle:
-    """A dispatch by kernels, for EpBuffer.combine_on_device()."""
+class EpRoute:
+    """The way of the rows of EpBuffer.normal_dispatch(), for combines, and for dispatches that go
+    the same way."""
 
     @property
     def number(self) -> int:
         """Of the dispatch: the same on all ranks."""
 
     @property
-    def dispatched(self) -> torch.Tensor:
-        """uint8 [16] on the device: two uint64. The second has a bit for each rank that took
-        part."""
+    def tokens(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def num_rows(self) -> int:
+        """With a bound: places of rows."""
+
+    @property
+    def is_token_in_rank(self) -> torch.Tensor:
+        """As it was given."""
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """int32 [R]: the rows up to those of each rank. By kernels and with a bound it is on the
+        device."""
+
+    @property
+    def participants(self) -> list[bool]: ...
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The tokens of each operation, from the first to the one behind the last; none by
+        kernels."""
+
+    @property
+    def kernels(self) -> int | None:
+        """Number of the kernels' call; None: the rows went through host memory."""
+
+    @property
+    def is_at_worst(self) -> bool:
+        """The rows went through host memory, with a bound."""
+
+    def is_of(self, buffer: EpBuffer) -> bool: ...
 
 class EpBuffer:
     """Dispatch and combine. Making one is collective over the group.
@@ -228,6 +258,8 @@ class EpBuffer:
     full sum
     devices: network cards of the buffer's own engine, by name; none: as MC_TE_FILTERS says
     has_results: part of the memory holds the rows that dispatch() returns
+    beside: a buffer over `exchange` whose connections this one uses; nothing is exchanged
+    bytes_beside: of the buffers that are made beside this one
     """
 
     def __init__(
@@ -245,6 +277,8 @@ class EpBuffer:
         engine: InnerTransferEngine | None = None,
         devices: Sequence[str] = (),
         has_results: bool = True,
+        beside: EpBuffer | None = None,
+        bytes_beside: int = 0,
     ) -> None: ...
     @staticmethod
     def size_hint(num_max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
@@ -261,9 +295,9 @@ class EpBuffer:
         """Of each rank, whether it is in the agreed view."""
 
     def most_tokens(
-        self, field_bytes: Sequence[int], hidden: int, extras: int, rows_per_token: float
+        self, field_bytes: Sequence[int], hidden: int, weights: int, rows_per_token: float
     ) -> int:
-        """The most tokens of a rank for which dispatch_tokens() and combine_tokens() have room.
+        """The most tokens of a rank for which normal_dispatch() and normal_combine() have room.
 
         rows_per_token: the most rows that a rank receives, for each token that a rank may have
         """
@@ -272,196 +306,111 @@ class EpBuffer:
         """A CPU tensor of these sizes, not initialised. A large one reuses memory of results that
         the program has dropped."""
 
-    def count_tokens(
-        self, numbers: list[int], active_ranks: torch.Tensor | None = None, timeout_us: int = -1
-    ) -> tuple[list[list[int]], list[bool]]:
-        """Collective. Returns the numbers of each rank, below 2**32 and as many on all ranks, and
-        the ranks that took part. The numbers of others are 0."""
-
-    def dispatch_tokens(
-        self,
-        fields: list[torch.Tensor],
-        token_ranks: torch.Tensor,
-        num_max_tokens: int,
-        hidden: int,
-        active_ranks: torch.Tensor | None = None,
-        timeout_us: int = -1,
-        error: str = "",
-        into: list[torch.Tensor] = ...,
-        begins: list[int] = ...,
-        ends: list[int] = ...,
-        agreed: int = 0,
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor, list[bool], EpHandle]:
-        """Collective. CPU tensors only.
-
-        fields: [n, any] each, of any dtype: the parts of each token's row
-        token_ranks: int32 [n, any]: the ranks of each token, in the order in which
-            combine_tokens() adds their rows; -1 is none, in any place
-        hidden: channels of the rows that combine_tokens() brings back
-        error: if not empty, ends the call on all ranks as a ValueError
-        into: fields [any, any] and the tokens' numbers, int32 [any], if the rows go there: those of
-            rank r to the places from begins[r] up to ends[r]. They are not returned then
-        agreed: any number below 2**32; ranks that give different ones get an error
-
-        Returns the fields of the received rows, in the order of rank and token; their tokens'
-        numbers there, int32; how many rows came from the ranks up to each, int32 [R]; the ranks
-        that took part; the handle.
-        """
-
-    def combine_tokens(
-        self,
-        x: torch.Tensor,
-        handle: EpHandle,
-        out: torch.Tensor,
-        missing: torch.Tensor,
-        extras: torch.Tensor | None = None,
-        extra_sums: torch.Tensor | None = None,
-        biases: list[torch.Tensor] = ...,
-        active_ranks: torch.Tensor | None = None,
-        timeout_us: int = -1,
-        background: bool = False,
-        first_rows: list[int] = ...,
-        after: EpWork | None = None,
-        among: list[bool] = ...,
-    ) -> EpWork:
-        """Collective. All tensors are on the device of x; out, missing and extra_sums are written.
-
-        among: by rank: it may take part; empty: all
-
-        first_rows: [R]: where in x and extras the rows that came from each rank begin. Without it
-            they have the rows of the handle's dispatch only
-        after: an earlier call that this one continues. If that fails, this one ends with its error
-            and sends nothing
-
-        x: bfloat16 [rows, h]; out: bfloat16 [n, h]
-        missing: bool [n], see Buffer.missing_contributions
-        extras, extra_sums: float32 [rows, any], and their sums [n, any]
-        biases: bfloat16 [n, h] each, where the sums begin
-        """
-
-    def send_tokens_again(
-        self,
-        fields: list[torch.Tensor],
-        into: list[torch.Tensor],
-        token_ranks: torch.Tensor,
-        num_max_tokens: int,
-        hidden: int,
-        begins: list[int],
-        ends: list[int],
-        among: list[bool],
-        active_ranks: torch.Tensor | None = None,
-        timeout_us: int = -1,
-        agreed: int = 0,
-    ) -> EpWork:
-        """dispatch_tokens() of tensors of a device to known places: those of rank r in `into` are
-        from begins[r] up to ends[r]; they are zeros if it takes no part. The current stream waits
-        for the results."""
-
-    def send_tokens_at_worst(
-        self,
-        fields: list[torch.Tensor],
-        token_ranks: torch.Tensor,
-        hidden: int,
-        extras: int,
-        into: list[torch.Tensor],
-        sources: torch.Tensor,
-        ends: torch.Tensor,
-        table: torch.Tensor,
-        participants: torch.Tensor,
-        active_ranks: torch.Tensor | None = None,
-        agreed: int = 0,
-        of: EpHandle | None = None,
-    ) -> tuple[EpHandle, EpWork]:
-        """count_tokens() and dispatch_tokens() of tensors of a device with words, into `into`,
-        which has as many rows on all ranks. Those behind the received ones are not written. The
-        current stream waits for the results, see EpNormal::WorstArguments."""
-
-    def send_tokens_as_worst(
-        self,
-        handle: EpHandle,
-        fields: list[torch.Tensor],
-        into: list[torch.Tensor],
-        active_ranks: torch.Tensor | None = None,
-        timeout_us: int = -1,
-        agreed: int = 0,
-    ) -> EpWork:
-        """The same way again, as with send_tokens_again()."""
-
     def uses_words(self, device: torch.device) -> bool:
         """Whether streams of the device wait for calls through host memory, and the host does not.
         A call that fails then ends the buffer."""
 
-    def takes_tokens(self, device: torch.device) -> bool:
+    def goes_by_kernels(self, device: torch.device) -> bool:
         """Whether kernels do the normal mode of tensors on this device. Collective, the first
         time."""
 
-    def end_on_device(self, why: str) -> None:
-        """Ends the calls by kernels, on all ranks. Every later one raises ValueError."""
+    def begin_call(self, operations: int, is_alone: bool) -> None:
+        """Begins a call of the normal mode. If this rank refuses it, `operations` of the group end
+        with the error on all ranks. is_alone: the others wait for none of them"""
 
-    def dispatch_on_device(
+    def refuse_call(self, why: str) -> bool:
+        """Ends the call with this error on the ranks that wait for it, as a ValueError. False: it
+        has ended on all ranks already."""
+
+    def takes_bound(
         self,
         fields: list[torch.Tensor],
-        into: list[torch.Tensor],
-        choices: torch.Tensor,
-        counts: torch.Tensor,
-        capacity: int,
-        most_tokens: int | None,
-        most_rows: int,
-        hidden: int,
-        weights: int,
-        among: list[bool],
+        bound: tuple[int, int | None],
+        weights: int | None,
+        timeout_us: int,
+    ) -> bool:
+        """Whether normal_dispatch() takes such a bound: the same on all ranks."""
+
+    def normal_dispatch(
+        self,
+        fields: list[torch.Tensor],
+        is_token_in_rank: torch.Tensor,
+        token_ranks: torch.Tensor | None,
+        num_tokens_per_expert: torch.Tensor,
+        agreed: list[tuple[str, int | torch.Tensor | None]],
+        weights: int | None = None,
+        bound: tuple[int, int | None] | None = None,
+        of: EpRoute | None = None,
+        shown_rows: int = 0,
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
-        agreed: int = 0,
-    ) -> tuple[EpTokenHandle, torch.Tensor, torch.Tensor, torch.Tensor, EpWork]:
-        """dispatch_tokens() by kernels. Collective; does not wait on the host.
+    ) -> tuple[
+        list[torch.Tensor],
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        EpRoute,
+        torch.Tensor,
+        torch.Tensor,
+        EpWork | None,
+    ]:
+        """Collective: a dispatch of the normal mode.
 
-        into: [capacity, any] each; rows behind the last one become zeros
-        choices: int32 [n, any, 2]: a rank of the token, -1 is none, and the token's place among
-            those of this rank for it
-        counts: int32 [R]: this rank's tokens for each rank
-        most_tokens, most_rows: of one rank; the same on all ranks, as `agreed` is. most_tokens
-            None: not known, so all tokens and rows go at once
-        weights: of a row, for which combine_on_device() needs room
-        among: the ranks that the call counts as active
-        active_ranks: int32 [R] of the device; ranks that take no part become 0
+        fields: [n, any] each, of any dtype: the parts of each token's row
+        is_token_in_rank: bool [n, R], on the device of the fields if they go by kernels or with a
+            bound, else on the CPU, as token_ranks is
+        token_ranks: int32 [n, any]: the ranks of each token, in the order in which the combine adds
+            their rows; -1 is none, in any place. None: the order of ranks
+        num_tokens_per_expert: int64 [E] on the CPU; not read with a bound
+        agreed: arguments that all ranks have to give alike, by name: numbers below 2**32, and
+            tensors, of which the dtype and the columns count
+        weights: of a row, for which the combine gets room; None: for any top-k
+        bound: the most rows that a rank receives, and the most tokens of a rank, if known. Then the
+            host waits for nothing, and the results have so many rows, with zeros behind the
+            received ones
+        of: with a bound, an earlier dispatch to which the rows belong
+        shown_rows: of the results, with zeros behind the received ones; 0: only these. Fewer than a
+            rank receives are an error of all ranks
 
-        Returns the handle; the rows' tokens at their ranks, int32 [capacity]; how many rows came
-        from the ranks up to each, int32 [R]; of each rank its rows for each rank, and its tokens,
-        int32 [R, R + 1].
+        Returns fields of the received rows, in the order of rank and token; their tokens' numbers
+        there, int32; of each rank its rows for each rank, and its tokens, int64 [R, R + 1]; the
+        ranks that took part, bool [R]; the route; without a bound, int64 [R, E]: the tokens of each
+        rank for each expert, and those of ranks that took part; and the work, if the host did not
+        wait. All but the fields and the last three are on the device of `ends` of the route.
         """
 
-    def dispatch_on_device_again(
+    def normal_dispatch_again(
         self,
         fields: list[torch.Tensor],
-        into: list[torch.Tensor],
-        handle: EpTokenHandle,
-        among: list[bool],
+        route: EpRoute,
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
-        agreed: int = 0,
-    ) -> EpWork:
-        """Other rows to the places of the handle's dispatch. Those of ranks that have gone since
-        are zeros."""
+    ) -> list[torch.Tensor]:
+        """Collective: other rows go the way of the route, to the places of its rows. Those of ranks
+        that have gone since are zeros."""
 
-    def combine_on_device(
+    def normal_combine(
         self,
         x: torch.Tensor,
-        handle: EpTokenHandle,
-        out: torch.Tensor,
-        missing: torch.Tensor,
-        weights: torch.Tensor | None,
-        weight_sums: torch.Tensor | None,
-        biases: list[torch.Tensor],
-        among: list[bool],
+        route: EpRoute,
+        topk_weights: torch.Tensor | None = None,
+        biases: list[torch.Tensor] = ...,
         active_ranks: torch.Tensor | None = None,
         timeout_us: int = -1,
         background: bool = False,
-    ) -> EpWork:
-        """combine_tokens() by kernels. Rows of x behind the handle's capacity are not read.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, EpWork]:
+        """Collective: brings the rows back and adds those of each token.
 
-        background: the current stream waits for the results by EpWork.wait() only
+        x: bfloat16 [rows, h]; topk_weights: float32 [rows, any], summed beside them. Further rows
+            are not read
+        biases: bfloat16 [n, h] each, where the sums begin
+
+        Returns the sums, bfloat16 [n, h]; bool [n], see Buffer.missing_contributions; the sums of
+        the weights, float32 [n, any]; and the work.
         """
+
+    def normal_barrier(self) -> None:
+        """Collective: waits for all ranks."""
 
     def dispatch(
         self,

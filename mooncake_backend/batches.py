@@ -15,8 +15,8 @@ def are_one_work(backend: MooncakeBackend) -> bool:
     """The backend's `supports_coalescing`: whether a block of _coalescing_manager() ends with one
     work. The answer is no for batch_isend_irecv() only, which reads this before its first message.
     Then each message has its own work, in which callers look up the peers that failed. torch posts
-    the messages one after the other, so a wrong one would leave those before it posted. Therefore
-    all messages are checked here."""
+    the messages one after the other, so a wrong one would leave the messages before it posted.
+    Therefore all messages are checked here."""
     caller = sys._getframe(1)
     if caller.f_code.co_name != "batch_isend_irecv":
         return True

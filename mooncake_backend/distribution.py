@@ -1,4 +1,4 @@
-"""Checks that the top-level package `mooncake` is ours.
+"""Checks that the top-level package `mooncake` is ours, unless the build left that name alone.
 
 The wheel `mooncake-transfer-engine` installs files under the same name. For each file the later
 installation wins, and against an editable install the other wheel always wins. A mixture would fail
@@ -10,12 +10,21 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import packages_distributions
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 DISTRIBUTION = "mooncake-backend"
 PACKAGE = "mooncake"
 MODULES = ("ep", "engine", "mooncake_ep_buffer", "pg")
+
+
+def leaves_the_name() -> bool:
+    """Whether we were built with MOONCAKE_BUILD_BESIDE_UPSTREAM=1, without a package `mooncake`."""
+    try:
+        packages = distribution(DISTRIBUTION).read_text("top_level.txt")
+    except PackageNotFoundError:
+        return False
+    return packages is not None and PACKAGE not in packages.split()
 
 
 class DistributionConflictError(ImportError):
@@ -47,6 +56,8 @@ def foreign_modules() -> dict[str, str]:
 @cache
 def check() -> None:
     """Raises DistributionConflictError if another distribution provides one of our modules."""
+    if leaves_the_name():
+        return
     foreign = foreign_modules()
     if not foreign:
         return
@@ -60,8 +71,9 @@ def check() -> None:
         remedy = "remove or rename them"
     raise DistributionConflictError(
         f"these modules come {found}, not from {DISTRIBUTION}: {listing}. Both use the package "
-        f"name `{PACKAGE}` and cannot be used together: {remedy}, then install "
-        f"{DISTRIBUTION} again (pip install --force-reinstall --no-deps)"
+        f"name `{PACKAGE}`: {remedy}, then install {DISTRIBUTION} again "
+        f"(pip install --force-reinstall --no-deps), or build it with "
+        f"MOONCAKE_BUILD_BESIDE_UPSTREAM=1, which leaves them the name"
     )
 
 

@@ -94,6 +94,10 @@ def _names() -> Finding:
     except distribution.DistributionConflictError as error:
         return Finding(BROKEN, "package mooncake", str(error))
     owners = distribution.other_owners()
+    if distribution.leaves_the_name():
+        owner = ", ".join(owners) or "others"
+        text = f"left to {owner}: ours are mooncake_backend.ep, .engine and .pg"
+        return Finding(OK, "package mooncake", text)
     if owners:
         text = f"ours, but {', '.join(owners)} has files there too; removing it would remove ours"
         return Finding(NOTE, "package mooncake", text)
@@ -176,7 +180,7 @@ def _protocol() -> str:
 
 def _transfer_engine(peer: str | None) -> Iterator[Finding]:
     """Makes an engine: its limits, and the live wire to a peer. The log says why it fails."""
-    from mooncake_backend.transfer import TransferEngine
+    from mooncake_backend.engine import TransferEngine
 
     engine = TransferEngine()
     protocol = _protocol()
@@ -231,7 +235,7 @@ def _connections() -> Finding:
         NOTE,
         "queues of streams",
         f"{name}={setting or '8, the default'}: set it to {wanted}, so that fewer streams share a "
-        "queue and more groups wait without the host (docs/gpu.md)",
+        "queue and more groups wait without the host (docs/gpu-deployment.md)",
     )
 
 

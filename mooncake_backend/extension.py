@@ -77,8 +77,8 @@ def choose(torch_version: str) -> Build:
 
 
 def builds() -> Iterator[Build]:
-    """The builds in this folder, then those of the installed distribution. In a clone the source
-    folder shadows the installed package."""
+    """The builds in this folder, then the builds of the installed distribution. In a clone the
+    source folder shadows the installed package."""
     folders = [Path(__file__).parent]
     for installed in distributions(name=DISTRIBUTION):
         folders.append(Path(str(installed.locate_file("mooncake_backend"))))

@@ -128,7 +128,7 @@ def _leave() -> None:
 
 
 def _await_callbacks() -> None:
-    """Waits for callbacks of futures, which run on our threads, also those of destroyed groups.
+    """Waits for callbacks of futures, which run on our threads, also callbacks of destroyed groups.
     Later Python ends every thread that asks for its lock, and the process with it. So the end of
     the program waits for callbacks as it does for threads of `threading`. Ctrl-C ends the wait."""
     native = extension.load()

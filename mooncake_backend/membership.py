@@ -22,6 +22,7 @@ from mooncake_backend.options import (
     set_p2p_timeout_us,
     set_transfer_engine,
 )
+from mooncake_backend.ranks import name_ranks
 
 __all__ = [
     "Evidence",
@@ -59,13 +60,16 @@ def get_active_ranks(group: Any, *, on_host: bool = False) -> torch.Tensor:
     call. on_host: its twin in pinned host memory, int32 [the group's size], which is always up to
     date and is read without waiting for the device; a tensor of the CPU is returned as it is."""
     backend = backend_of(group)
+    backend.note_losses_read()
     return backend.active_ranks_on_host if on_host else backend.active_ranks
 
 
 def get_current_epoch(group: Any) -> int:
     """Counts the changes of the job's membership, from 1 on. The same number means the same
     ranks."""
-    return backend_of(group).epoch
+    backend = backend_of(group)
+    backend.note_losses_read()
+    return backend.epoch
 
 
 def get_failed_ranks_hint(work: Any) -> torch.Tensor:
@@ -96,7 +100,7 @@ class Evidence:
     rank: in the group that was asked
     kind: four kinds are certain. "goodbye": it destroyed the job on its side. "ended": its program
     ended without that. "failed": it announced that an uncaught error ends it. "exited": the kernel
-    of its host says that the process has ended or cannot go on. The others are suspicions.
+    of its host says that the process has ended or cannot go on. The other kinds are suspicions.
     "unreachable": the connection broke. "refused": nothing listens there any more. "silent":
     nothing was heard of it for the failure timeout. "excludes": it goes on without ranks that are
     in the view
@@ -114,7 +118,9 @@ class Evidence:
 
 def get_evidence(group: Any) -> list[Evidence]:
     """Evidence about ranks of the group that have ended or are accused, in rank order."""
-    return [Evidence(*cast("Any", seen)) for seen in backend_of(group).evidence()]
+    backend = backend_of(group)
+    backend.note_losses_read()
+    return [Evidence(*cast("Any", seen)) for seen in backend.evidence()]
 
 
 def acknowledge_loss(group: Any) -> bool:
@@ -192,7 +198,10 @@ def sync_after_failure(group: Any) -> SyncAfterFailureResponse:
         if not accused:
             break
         if time.monotonic() > deadline:
-            who = "; ".join(f"rank {seen.rank}, {seen.kind}: {seen.detail}" for seen in accused)
+            causes: dict[str, list[int]] = {}
+            for seen in accused:
+                causes.setdefault(f"{seen.kind}: {seen.detail}", []).append(seen.rank)
+            who = "; ".join(f"{name_ranks(ranks)}, {cause}" for cause, ranks in causes.items())
             reason = (
                 f"after {_reconciliation_window} s the survivors have not agreed on the lost "
                 f"ranks, but there is evidence against {who}"

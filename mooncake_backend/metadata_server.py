@@ -192,7 +192,11 @@ class Requests:
         value = self._store.get(key)
         if value is None:
             return self._say(404, "metadata not found")
-        headers = {"ETag": f'"{value.tag}"', "Content-Type": "application/json"}
+        headers = {
+            "ETag": f'"{value.tag}"',
+            "Age": str(value.age),
+            "Content-Type": "application/json",
+        }
         if len(value.data) <= SMALL:
             return self._web.Response(body=value.data, headers=headers)  # type: ignore[no-any-return]
         if not lease.grow(len(value.data)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 MOST_KEY_BYTES = 4096
@@ -13,6 +14,8 @@ MOST_VALUE_BYTES = 1 << 20  # as in Mooncake's server
 MOST_STORED_BYTES = 256 << 20  # of keys and values together, with ENTRY_BYTES for each pair
 MOST_MOVING_BYTES = 64 << 20  # of large values that connections are sending or receiving
 ENTRY_BYTES = 256  # approximate overhead of a pair in Python
+
+clock = time.monotonic
 
 
 class Budget:
@@ -74,6 +77,12 @@ class Value:
     data: bytes
     owner: str  # address of the client that wrote it
     cost: int
+    written: float  # by clock(): when a client last gave this value
+
+    @property
+    def age(self) -> int:
+        """Seconds since a client last gave this value."""
+        return int(clock() - self.written)
 
     @property
     def tag(self) -> str:
@@ -104,6 +113,7 @@ class Store:
         if mismatch := self._check(known, tags):
             return mismatch
         if known is not None and known.data == data:
+            self._values[key] = replace(known, written=clock())
             return Answer(200, "metadata unchanged")
         if known is not None and tags is None and "rpc_meta" in key:
             return Answer(400, "Duplicate rpc_meta key not allowed")
@@ -113,7 +123,7 @@ class Store:
             return Answer(507, "the metadata server is full: delete keys, or start it again")
         if known is not None:
             self._stored.free(known.owner, known.cost)
-        self._values[key] = Value(data, owner, cost)
+        self._values[key] = Value(data, owner, cost, clock())
         return Answer(200, "metadata updated")
 
     def delete(self, key: str, tags: Collection[str] | None) -> Answer:

@@ -17,8 +17,8 @@ def read_lost_parts_as_none() -> None:
 
     These calls gather the sizes of pickled objects, then their bytes, and unpickle each part. The
     parts of lost ranks are zeros, which is no pickle, so torch would raise. The backend cannot
-    tell these calls from others: it gets plain tensors. Therefore the function with which torch
-    unpickles a part is replaced."""
+    tell these calls from other calls: it gets plain tensors. Therefore the function with which
+    torch unpickles a part is replaced."""
     unpickle = dist.distributed_c10d._tensor_to_object
 
     @functools.wraps(unpickle)

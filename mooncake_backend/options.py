@@ -101,8 +101,8 @@ def device_filter() -> list[str]:
 
 def set_collective_timeout_us(us: int) -> None:
     """Failure timeout, in microseconds, of later groups whose options have none; at least a second.
-    A rank that others wait for, and that gives no sign of life for this time, counts as lost. A
-    rank that lives is waited for until the group's timeout."""
+    A rank that other ranks wait for, and that gives no sign of life for this time, counts as lost.
+    A rank that lives is waited for until the group's timeout."""
     seconds = max(microseconds("set_collective_timeout_us", us), _LEAST_TIMEOUT)
     _check_failure_timeout(seconds)
     _settings["failure_timeout"] = seconds
@@ -276,7 +276,7 @@ class MooncakeBackendOptions:
 
     def for_group(self, size: int) -> dict[str, Any]:
         """The options as a dict, for the extension and a group of `size` ranks. Checks the options
-        that depend on the size, and those that were changed since __init__."""
+        that depend on the size, and options that were changed since __init__."""
         self._validate()
         capacity = self.max_group_size or size
         if capacity < size:
@@ -295,6 +295,7 @@ class MooncakeBackendOptions:
             )
         return {
             "active_ranks": ranks,
+            "reads_active_ranks": self.active_ranks is not None,
             "max_group_size": capacity,
             "transports": None if self.transports is None else list(self.transports),
             "failure_timeout": self.failure_timeout or _settings["failure_timeout"],
@@ -308,7 +309,7 @@ class MooncakeBackendOptions:
 
 
 def _check_failure_timeout(seconds: object) -> None:
-    """Not even "never" is allowed: a silent rank would block all others for ever."""
+    """Not even "never" is allowed: a silent rank would block all other ranks for ever."""
     if seconds is None:
         return
     if not isinstance(seconds, Real) or isinstance(seconds, bool):

@@ -20,7 +20,7 @@ class DumpError(RuntimeError):
 
 
 def dump(options: argparse.Namespace) -> str:
-    from mooncake.engine import TransferEngine
+    from mooncake_backend.engine import TransferEngine
 
     if options.backend == "tent":
         raise DumpError("there is no backend tent: --backend=te")

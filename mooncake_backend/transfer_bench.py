@@ -95,8 +95,8 @@ def size_text(size: int) -> str:
 
 
 def open_engine(options: argparse.Namespace) -> tuple[Any, str]:
-    """Returns an engine, and the name by which others find it."""
-    from mooncake.engine import TransferEngine
+    """Returns an engine, and the name by which other engines find it."""
+    from mooncake_backend.engine import TransferEngine
 
     engine = TransferEngine()
     name = options.local_server_name

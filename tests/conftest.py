@@ -121,10 +121,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="0/1",
         help="of the tests marked ci, only each M-th by a hash of its name, counted from N",
     )
+    parser.addoption("--most", type=int, help="only the first tests of those that are chosen")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True, hookwrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
     turn, turns = map(int, config.getoption("--turn").split("/"))
     chosen: list[pytest.Item] = []
     others: list[pytest.Item] = []
@@ -134,6 +137,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others_turn = (zlib.crc32(item.nodeid.encode()) - turn) % turns != 0
         (others if others_turn and item.get_closest_marker("ci") else chosen).append(item)
     items[:] = chosen
+    yield  # options like -m choose
+    if (most := config.getoption("--most")) is not None:
+        others += items[most:]
+        del items[most:]
     config.hook.pytest_deselected(items=others)
 
 

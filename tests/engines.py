@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 # Far from where the kernel places mappings, so that an unmapped range is not reused.
@@ -54,6 +56,38 @@ def map_pages(size: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> 
 
 def unmap_pages(address: int, size: int) -> None:
     assert _libc.munmap(address, size) == 0, "munmap"
+
+
+# How a program takes memory away that stays registered.
+SPOILED = ("unmapped", "hidden", "read-only", "truncated")
+
+
+class Spoiled:
+    """Three MiB. spoil() takes the one in the middle away, which begins at `hole`."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+        self._file = os.memfd_create("spoiled")
+        os.ftruncate(self._file, 3 * BYTES)
+        self.address = next(_places)
+        flags = mmap.MAP_SHARED | _FIXED_NOREPLACE
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        assert _libc.mmap(self.address, 3 * BYTES, rights, flags, self._file, 0) == self.address
+        self.hole = self.address + BYTES
+
+    def spoil(self) -> None:
+        if self._how == "unmapped":
+            unmap_pages(self.hole, BYTES)
+        elif self._how == "truncated":
+            os.ftruncate(self._file, BYTES)
+        else:
+            rights = mmap.PROT_READ if self._how == "read-only" else 0
+            assert _libc.mprotect(self.hole, BYTES, rights) == 0, "mprotect"
+
+    @property
+    def read_code(self) -> int:
+        """What a transfer returns that reads the hole."""
+        return 0 if self._how == "read-only" else -1
 
 
 def pattern(size: int, seed: int) -> np.ndarray:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -292,3 +295,28 @@ def round_trip(
         still_active=still, wanted=wanted, **cast,
     )  # fmt: skip
     return combined
+
+
+def check_copied_handles(
+    dispatch: Callable[[], Any],
+    use: Callable[[Any], Sequence[torch.Tensor]],
+    tensors: Sequence[int],
+) -> None:
+    """Programs pack DeepEP's handle, a plain tuple, into others, and unpack it.
+
+    dispatch: returns a handle; use: returns the results of calls with it, the same for each
+    tensors: places of the entries that live as long as the handle or a copy
+    """
+    expected = use(dispatch())
+    for copied in (copy.copy, copy.deepcopy, tuple, list):
+        found = use(copied(dispatch()))
+        assert all(map(torch.equal, found, expected))
+    handle = dispatch()
+    lasting = [weakref.ref(one) for one in (handle.way, *(handle[place] for place in tensors))]
+    copies = [copy.copy(handle), tuple(handle)]
+    del handle
+    gc.collect()
+    assert all(one() is not None for one in lasting)
+    copies.clear()
+    gc.collect()
+    assert [one() for one in lasting] == [None] * len(lasting)

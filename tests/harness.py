@@ -13,6 +13,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -33,9 +34,29 @@ import torch.distributed as dist
 
 from mooncake_backend import registration
 
-# Seconds that one function may take on all ranks; generous, because the machine may be busy.
-DEADLINE = float(os.environ.get("RANKS_DEADLINE", "120"))
-GRACE = 10.0  # seconds that the others get once one rank has failed
+MOST_SLOWNESS = 4.0
+
+
+def slowness(load: float, cores: int) -> float:
+    """Times as long as on idle cores that a process takes for a step, at most MOST_SLOWNESS."""
+    return min(MOST_SLOWNESS, max(1.0, load / cores))
+
+
+# Of this machine when the tests began. Ranks inherit it, so all processes have the same deadlines.
+if "RANKS_SLOWNESS" not in os.environ:
+    now = slowness(os.getloadavg()[0], len(os.sched_getaffinity(0)))
+    os.environ["RANKS_SLOWNESS"] = f"{now:.2f}"
+SLOWNESS = float(os.environ["RANKS_SLOWNESS"])
+
+
+def scaled(seconds: float) -> float:
+    """A deadline that is no part of what a test shows, longer where the machine is busy."""
+    return seconds * SLOWNESS
+
+
+# Seconds that one function may take on all ranks.
+DEADLINE = float(os.environ.get("RANKS_DEADLINE", scaled(120)))
+GRACE = scaled(10)  # seconds that the others get once one rank has failed
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "hypothesis"]
 
 _processes = multiprocessing.get_context("forkserver")
@@ -354,6 +375,15 @@ def starting(size: int, function: Callable[..., Any], *args: Any, **crew: Any) -
         yield ranks
     finally:
         ranks.end()
+
+
+def ranks_in(text: str) -> set[int]:
+    """The ranks that a message names: `rank 3`, `ranks 0, 2-5`."""
+    named: set[int] = set()
+    for ranks in re.findall(r"ranks? (\d+(?:-\d+)?(?:, \d+(?:-\d+)?)*)", text):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", ranks):
+            named |= set(range(int(first), int(last or first) + 1))
+    return named
 
 
 def raised(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[str, str]:

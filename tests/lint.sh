@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Format, lint, types: one word each, or all three. --fix changes files, otherwise they are only checked.
-# Usage: tests/lint.sh [format] [lint] [types] [--fix]
+# Format, lint, types, locks: one word each, or all four. --fix changes files, otherwise they are only checked.
+# Usage: tests/lint.sh [format] [lint] [types] [locks] [--fix]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,14 +8,14 @@ steps=()
 fix=false
 for argument in "$@"; do
   case $argument in
-    format | lint | types) steps+=("$argument") ;;
+    format | lint | types | locks) steps+=("$argument") ;;
     --fix) fix=true ;;
     *) sed -n '2,3s/^# //p' "$0"; exit 2 ;;
   esac
 done
-[ ${#steps[@]} -gt 0 ] || steps=(format lint types)
+[ ${#steps[@]} -gt 0 ] || steps=(format lint types locks)
 
-tests/setup_env.sh clang-format-14
+tests/setup_env.sh clang-format-14 clang-14
 export PATH="$PWD/.venv/bin:$PATH"
 # The tools alone: to install the project with them would build the extension again.
 mapfile -t tools < <(sed -n 's/^dev = \[\(.*\)\].*/\1/p' pyproject.toml | tr ',' '\n' | tr -d ' "')
@@ -43,6 +43,9 @@ lint() {
 }
 
 types() { mypy; }
+
+# Compiles most of csrc with clang, a minute on two cores.
+locks() { python tests/locks.py; }
 
 for step in "${steps[@]}"; do
   echo "== $step"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import devices
 import harness
 import torch
+import torch.distributed as dist
 from conftest import DEVICE
+
+import mooncake_backend as mb
 
 LIMIT = 16384  # bytes of an input
 # Returns the network namespaces of so many ranks. None: they are on this host. Tests set it.
@@ -52,3 +58,15 @@ def runs_kernels(call, number):
     call()
     torch.accelerator.synchronize()
     assert control.kernels_run() - before == number
+
+
+def dies(me, victim, left):
+    """Kills the victim. Returns on the ranks that are left, when all of them know it."""
+    me.board.set(f"up-{victim}-{me.rank}")
+    me.board.wait_all(f"up-{victim}", [victim, *left])
+    if me.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world = dist.group.WORLD
+    harness.until(lambda: mb.get_active_ranks(world)[victim] == 0, f"the loss of {victim}")
+    me.board.set(f"knows-{victim}-{me.rank}")
+    me.board.wait_all(f"knows-{victim}", left)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the tests. Arguments other than those below go to pytest, and then only Python's tests run.
 # Usage: tests/run.sh                a first look, a quarter of an hour on two cores: C++, Python, a slice of torch's own suite
-#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, headers of other CUDAs and of the
-#                                    oldest torch, kernels on the CPU, and by turns of commits sanitizers, a third of the
-#                                    longer tests of Python, or the newest or oldest torch (20 minutes). CI_TURN=0 to 5
-#                                    chooses the turn
-#        tests/run.sh --changed      the tests of the rooms that differ from main
+#        tests/run.sh --ci           the rest of what CI runs: format, lint and types, then parts of tests/turns.py, until 50
+#                                    minutes are over: those that recent commits reach, and those whose turn it is (longer
+#                                    tests, sanitizers, kernels on the CPU, other torches). CI_PARTS="kernels device" chooses
+#        tests/run.sh --changed [BASE]   the tests that what differs from BASE reaches, by includes and imports
+#                                    (tests/rooms.py); BASE is main if it is not given
 #        tests/run.sh --all          everything: also the slow tests, each sanitizer, lifetimes in Python under one of them,
 #                                    torch's suite on three torches (hours)
 #        tests/run.sh --sanitize address|undefined|thread|address,undefined [ctest arguments]   only the C++ tests
@@ -16,8 +16,8 @@ cd "$(dirname "$0")/.."
 mode=first
 case ${1-} in
   --all | --ci | --changed)
-    mode=${1#--}
-    [ $# = 1 ] || { sed -n '2,12s/^# //p' "$0"; exit 2; } ;;
+    mode=${1#--} base=${2-main}
+    [ $# = 1 ] || [ "$mode $#" = "changed 2" ] || { sed -n '2,13s/^# //p' "$0"; exit 2; } ;;
   --sanitize)
     mode=sanitize sanitizer=${2:?"which sanitizer? address, undefined, thread or address,undefined"}
     shift 2 ;;
@@ -29,7 +29,7 @@ export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_DIR=${CCACHE_DIR:-$PWD/build/cc
 export CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
 packages=(ccache libgtest-dev iproute2)
 [ "$mode" != all ] || packages+=(spin gcc)
-case $mode in all | ci) packages+=(clang) ;; esac
+case $mode in all | ci | changed) packages+=(clang) ;; esac
 tests/setup_env.sh "${packages[@]}"
 export PATH="$PWD/.venv/bin:$PATH"
 jobs=$(nproc)
@@ -53,12 +53,11 @@ cpp() { # sanitizer or none, then arguments of ctest
 
 # Where threads of several rooms meet, as far as it takes seconds; everything is in --all.
 thread_slice=(-R 'FlushAgent|MessageClose|EngineMessages|ProgressLock|LeaseTable|EventLoop|EngineOpen|IdleConnections|SharedWork|TransferEngineThreads')
-thread_files='flush_agent|message_close|engine_test|progress_lock|lease_table|event_loop|engine_open|shared_work|transfer_engine_test'
 
 python_tests() {
   step "Python"
   # Ranks wait for each other more than they compute: two tests at a time.
-  python -m pytest tests -n "$jobs" --dist worksteal -q "$@"
+  python -m pytest -n "$jobs" --dist worksteal -q "$@"
 }
 
 # Memory that asynchronous calls touch after its end. The extension is built once more, as its own build was configured.
@@ -106,48 +105,52 @@ lint() {
   tests/lint.sh
 }
 
+part() { # name in tests/turns.py
+  case $1 in
+    longer) # pytest ends with 5 if none of these files has a longer test
+      python_tests $(python tests/turns.py --files longer) -m 'ci and not slow and not perf' --most 500 || [ $? = 5 ] ;;
+    longer-?) python_tests tests -m 'ci and not slow and not perf' --turn "${1#longer-}/4" ;;
+    kernels) kernels plain ;;
+    kernels-*) kernels "${1#kernels-}" ;;
+    mutants) kernels "mutants-$(python tests/turns.py --mutants)" ;;
+    headers) headers ;;
+    device) torchs_suite --device fake --every 8 ;;
+    threads) test_files=$(python tests/turns.py --files threads) cpp thread "${thread_slice[@]}" ;;
+    memory-?) test_files=$(python tests/turns.py --files "$1") cpp address,undefined ;;
+    suite) torchs_suite --every 4 ;;
+    oldest) other_torchs_suite 2.8.0 --every 8 ;; # its wheels bring the headers of CUDA 12
+    newest)
+      other_torchs_suite 2.15.0 --every 8
+      # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
+      step "windows, torch 2.15.0"
+      build/torch-2.15.0/bin/pytest -q tests/test_window.py ;;
+    *) echo "no part $1: see tests/turns.py" >&2; exit 2 ;;
+  esac
+}
+
 case $mode in
   python) exec python -m pytest tests "$@" ;;
   sanitize) cpp "$sanitizer" "$@" ;;
   first)
     cpp none
-    python_tests -m 'not slow and not perf and not ci'
+    python_tests tests -m 'not slow and not perf and not ci'
     torchs_suite --every 8
     ;;
   ci)
     export CI=1 # no test of builds is skipped
-    turn=${CI_TURN:-$(git rev-list --count HEAD)}
+    # All of CI takes at most 50 minutes on two idle cores.
+    began=${CI_BEGAN:-$(($(date +%s) - 25 * 60))}
     lint
-    headers
-    case $((turn % 6)) in
-      0)
-        kernels plain address thread
-        test_files=$thread_files cpp thread "${thread_slice[@]}"
-        ;;
-      1 | 2 | 3)
-        kernels plain
-        python_tests -m 'ci and not slow and not perf' --turn "$((turn % 6 - 1))/3"
-        ;;
-      4)
-        kernels plain
-        torchs_suite --every 4
-        other_torchs_suite 2.15.0 --every 8
-        # Torch has windows since then only; the environment is there now. `python -m` would find the clone's own _C first.
-        step "windows, torch 2.15.0"
-        build/torch-2.15.0/bin/pytest -q tests/test_window.py
-        ;;
-      5)
-        kernels plain
-        other_torchs_suite 2.8.0 --every 8 # the oldest torch; its wheels bring the headers of CUDA 12
-        ;;
-    esac
-    torchs_suite --device fake --every 8
+    mapfile -t parts < <(python tests/turns.py --minutes $((50 - ($(date +%s) - began) / 60)))
+    for name in ${CI_PARTS-"${parts[@]}"}; do part "$name"; done
     ;;
   changed)
-    mapfile -t chosen < <(python tests/rooms.py)
+    git rev-parse --verify --quiet "$base^{commit}" >/dev/null || { echo "no commit $base" >&2; exit 2; }
+    mapfile -t chosen < <(python tests/rooms.py "$base")
     lint
     [ -z "${chosen[0]}" ] || test_files=${chosen[0]} cpp none
-    [ -z "${chosen[1]}" ] || { step "Python"; python -m pytest ${chosen[1]} -n "$jobs" --dist worksteal -q; }
+    [ -z "${chosen[2]}" ] || kernels plain
+    [ -z "${chosen[1]}" ] || python_tests ${chosen[1]}
     ;;
   all)
     lint
@@ -156,7 +159,7 @@ case $mode in
     kernels address thread mutants
     cpp none
     for sanitizer in thread address,undefined; do cpp "$sanitizer"; done
-    python_tests -m 'not perf'
+    python_tests tests -m 'not perf'
     lifetimes
     torchs_suite
     for version in 2.8.0 2.15.0; do other_torchs_suite "$version"; done

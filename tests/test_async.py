@@ -236,7 +236,8 @@ def raced_on_rank(me, name):
         kind, text = raised(works[who].wait)
         assert kind == "DistBackendError"
         assert f"rank 0 called it {places[0]}" in text, text
-        assert f"rank 1, rank 2 called it {places[1]}" in text, text
+        assert f"ranks 1, 2 called it {places[1]}" in text, text
+        assert "give DDP a bucket_cap_mb that holds all gradients" in text, text
         assert (tensors[who] == me.rank).all()
         places.reverse()
     dist.all_reduce(tensors["program"])

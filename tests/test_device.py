@@ -754,13 +754,15 @@ def test_a_stream_that_hangs_is_named():
 def short_timeout(me):
     """A call's own timeout counts from the moment that its stream has come to it."""
     options = dist.AllreduceOptions()
-    options.timeout = timedelta(milliseconds=50 if me.rank == 0 else 20_000)
+    options.timeout = timedelta(milliseconds=500 if me.rank == 0 else 20_000)
     tensor = torch.full((8,), float(me.rank + 1))
     with held() as gate:
         work = dist.group.WORLD.allreduce([tensor], options)
         if me.rank == 0:
-            time.sleep(0.2)  # longer than the timeout
+            me.board.wait_all("open", range(1, me.size))
+            time.sleep(0.7)  # longer than the timeout
         gate.open()
+        me.board.set(f"open-{me.rank}")
     work.wait()
     assert tensor.tolist() == [sum(range(1, me.size + 1))] * 8
     dist.all_reduce(tensor)

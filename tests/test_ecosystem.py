@@ -119,6 +119,25 @@ def test_ddp_learns_what_one_process_does(hook, place):
     on_ranks(ddp, hooks[hook], 1e-2 if hook == "fp16" else 1e-5, **place)
 
 
+def power_sgd(me: harness.Rank) -> None:
+    """Compressed gradients, in one bucket. They are no one else's, but the same on all ranks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    one = DistributedDataParallel(model(), bucket_cap_mb=25)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    one.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(one, mine(me.rank), batches(6))
+    for parameter in one.parameters():
+        everywhere = [torch.empty_like(parameter) for _ in range(me.size)]
+        dist.all_gather(everywhere, parameter.detach())
+        for there in everywhere:
+            assert_same(there, parameter)
+
+
+def test_power_sgd_with_one_bucket(place):
+    on_ranks(power_sgd, **place)
+
+
 def ddp_join(me: harness.Rank) -> None:
     one = model()
     many = DistributedDataParallel(copy.deepcopy(one))

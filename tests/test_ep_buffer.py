@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
-import weakref
 from pathlib import Path
 
 import ep_crew
@@ -243,33 +240,26 @@ def test_two_handles_at_a_time(ep):
 
 
 def copied_handles_on_rank(me):
-    """Programs pack DeepEP's handle, a plain tuple, into others, and unpack it."""
     buffer = ep_crew.deepep_buffer(TOKENS, HIDDEN, EXPERTS)
     inputs = ep_crew.inputs(1, [5, 0, 24, 1], HIDDEN, TOPK, EXPERTS)
     mine = inputs[me.rank]
     call = (mine.x, mine.topk_idx, TOKENS, EXPERTS)
-    for copied in (copy.copy, copy.deepcopy, tuple, list):
-        found = buffer.low_latency_dispatch(*call, use_fp8=False)
-        rows = check_dispatch(me, found, inputs, TOKENS, EXPERTS)
-        handle = copied(found[2])
+    found = buffer.low_latency_dispatch(*call, use_fp8=False)
+    rows = check_dispatch(me, found, inputs, TOKENS, EXPERTS)
+    answers = my_answers(me, rows, OWNERS)
+
+    def use(handle):
         assert len(handle) == 5
-        if copied is tuple:
-            found = None  # the tensors of the copy suffice
         assert buffer.get_next_low_latency_combine_buffer(handle).shape == rows.shape
         combined, event, _ = buffer.low_latency_combine(
-            my_answers(me, rows, OWNERS), mine.topk_idx, mine.weights, handle
+            answers, mine.topk_idx, mine.weights, handle
         )
         check_combine(me, combined, event.missing_contributions, inputs, TOKENS, EXPERTS)
-    handle, event, combined = None, None, None
-    handle = buffer.low_latency_dispatch(*call, use_fp8=False)[2]
-    lasting = [weakref.ref(handle.way), *(weakref.ref(part) for part in handle[:2])]
-    copies = [copy.copy(handle), tuple(handle)]
-    handle = None
-    gc.collect()
-    assert all(one() is not None for one in lasting)
-    copies.clear()
-    gc.collect()
-    assert [one() for one in lasting] == [None] * 3
+        return (combined,)
+
+    ep_crew.check_copied_handles(
+        lambda: buffer.low_latency_dispatch(*call, use_fp8=False)[2], use, [0, 1]
+    )
     buffer.destroy()
 
 

@@ -1,4 +1,4 @@
-"""The programs and numbers of docs/expert-parallelism.md."""
+"""The programs of docs/expert-parallelism.md, and the numbers of the page on its internals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from mooncake.ep import Buffer
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/expert-parallelism.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "expert-parallelism.md"
+INTERNALS = DOCS / "expert-parallelism-internals.md"
 
 
 def block(language, behind):
@@ -97,7 +99,7 @@ def test_the_program_for_mooncakes_users(tmp_path):
 @pytest.mark.parametrize("tokens", [1, 128])
 def test_the_formula_of_the_size(tokens, hidden, experts, ranks):
     """It stands in the page as text: written here again, so that both are changed together."""
-    assert "max(T * 2h,  L * R * T * (2h + 8 * ceil(h / 128)))" in PAGE.read_text("utf-8")
+    assert "max(T * 2h,  L * R * T * (2h + 8 * ceil(h / 128)))" in INTERNALS.read_text("utf-8")
     rows = -(-experts // ranks) * ranks * tokens
     send = max(tokens * 2 * hidden, rows * (2 * hidden + 8 * -(-hidden // 128)))
     need = 2 * (send + rows * 2 * hidden)
@@ -119,7 +121,7 @@ def needed(ranks, hosts, tokens, rows, row, back):
 
 
 def test_the_example_of_the_normal_mode():
-    text = PAGE.read_text("utf-8")
+    text = INTERNALS.read_text("utf-8")
     assert "2 * max(P * T * d, r * c)    P = H + (H - 1) + ceil((R - G) / 2)" in text
     row, back = 14336 + 64 + 32, 14336 + 8 * 56 + 32
     need = needed(16, 2, 4096, 26_000, row, back)

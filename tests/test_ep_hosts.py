@@ -43,6 +43,11 @@ def test_a_rank_that_dies_between_the_phases(verb):
     test_ep_kernels.test_a_rank_that_dies_between_the_phases(verb)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_buffer_that_is_made_after_a_loss(victim):
+    test_ep_kernels.test_a_buffer_that_is_made_after_a_loss(victim)
+
+
 def test_rows_in_published_memory():
     test_ep_kernels.test_rows_in_published_memory()
 

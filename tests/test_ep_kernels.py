@@ -35,7 +35,7 @@ from ep_kernel_ranks import (
     run,
 )
 from harness import raised, until
-from peer_ranks import runs_kernels
+from peer_ranks import dies, runs_kernels
 
 # ---- two phases
 
@@ -165,6 +165,37 @@ def test_a_rank_that_dies_between_the_phases(verb):
         first, _, last = ranks.results(dead=[1])
         ranks.broken = True
     assert first == last
+
+
+def made_after_a_loss(me, victim):
+    """A buffer on a group with a lost rank in its list. Then another rank is lost, too."""
+    given, left = inputs(4), [rank for rank in range(SIZE) if rank != victim]
+    dies(me, victim, left)
+    buffer = a_buffer(group=dist.new_group(list(range(SIZE))))
+    for _ in range(2):
+        ep_crew.round_trip(me, buffer, given, TOKENS, EXPERTS, masks=([victim] * SIZE,) * 2)
+    runs_kernels(
+        lambda: ep_crew.round_trip(
+            me, buffer, given, TOKENS, EXPERTS, masks=([victim] * SIZE,) * 2
+        ),
+        4,
+    )
+    active = torch.ones(SIZE, dtype=torch.int32)
+    dispatch(buffer, given[me.rank], active_ranks=active)
+    assert active.tolist() == [int(rank in left) for rank in range(SIZE)]
+    dies(me, left.pop(), left)
+    active.fill_(1)
+    dispatch(buffer, given[me.rank], active_ranks=active)
+    assert active.tolist() == [int(rank in left) for rank in range(SIZE)]
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_buffer_that_is_made_after_a_loss(victim):
+    with crew() as ranks:
+        ranks.start(made_after_a_loss, victim)
+        ranks.results(dead=[victim, 2])
+        ranks.broken = True
 
 
 # ---- in place

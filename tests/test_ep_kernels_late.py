@@ -16,11 +16,12 @@ import torch
 from conftest import DEVICE
 from ep_crew import check_combine, check_dispatch, my_answers
 from ep_kernel_ranks import crew, held
+from harness import scaled
 from test_ep_late import BF16, EXPERTS, HIDDEN, OWNERS, SIZE, TOKENS, TOPK, Round
 
 EVERYBODY = range(SIZE)
-PATIENCE_US = 1_000_000  # no rank is later than that by itself
-STOPPED = 2  # seconds
+PATIENCE_US = int(scaled(1_000_000))  # no rank is later than that by itself
+STOPPED = scaled(2)  # seconds: beyond the patience, and less than the failure timeout
 SPLITS = {"one host": None, "1+3": (1, 3)}
 
 
@@ -60,7 +61,7 @@ def by_kernels(me, function, *args):
 def test_late(late, where, apart):
     """A rank that is stopped must take part in the agreement, so it is waited for."""
     how = {"return_recv_hook": True} if late == 2 else {}
-    with crew(SIZE) as ranks:
+    with crew(SIZE, env=test_ep_late.FAILURE_TIMEOUT) as ranks:
         ranks.start(by_kernels, test_ep_late.late_on_rank, late, where, how, HIDDEN, PATIENCE_US)
         ranks.board.wait_all("ready", EVERYBODY)
         if where == "stopped":

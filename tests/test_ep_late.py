@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ep_crew import check_combine, check_dispatch, my_answers
-from harness import starting
+from harness import scaled, starting
 
 from mooncake.ep import reference
 
 SIZE, TOKENS, HIDDEN, TOPK, EXPERTS = 4, 8, 640, 2, 10
 OWNERS = reference.default_owners(EXPERTS, SIZE)
-PATIENCE_US = 400_000  # no rank is later than that by itself
-STOPPED = 1.2  # seconds: beyond the patience, and far from failure_timeout
+PATIENCE_US = int(scaled(400_000))  # no rank is later than that by itself
+STOPPED = scaled(1.2)  # seconds: beyond the patience, and far from the failure timeout
+FAILURE_TIMEOUT = {"MOONCAKE_FAILURE_TIMEOUT_MS": str(int(scaled(3000)))}
 BF16 = {"use_fp8": False}
 EVERYBODY = range(SIZE)
 
@@ -138,7 +139,7 @@ def late_on_rank(me, late, where, how, hidden, patience_us=PATIENCE_US):
 @pytest.mark.parametrize("late", [0, 2])
 def test_late(late, where, transports, hidden):
     how = {"return_recv_hook": True} if late == 2 else {}
-    env = {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1"}
+    env = {**FAILURE_TIMEOUT, "MOONCAKE_TRANSPORTS": transports, "MOONCAKE_HOST_IP": "127.0.0.1"}
     with starting(SIZE, late_on_rank, late, where, how, hidden, env=env) as ranks:
         ranks.board.wait_all("ready", EVERYBODY)
         if where == "stopped":
@@ -155,7 +156,7 @@ def test_late(late, where, transports, hidden):
     # Until one's patience is over and all have agreed, not until the Buffer's timeout.
     slowest = [results[rank][1] for rank in without(late)]
     assert max(slowest) >= PATIENCE_US / 1e6
-    assert max(slowest) < 8
+    assert max(slowest) < scaled(8)
 
 
 def slow_writer_on_rank(me, late):

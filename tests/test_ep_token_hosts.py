@@ -34,6 +34,10 @@ def test_survivors_go_on(victim, where, num_bytes):
     test_ep_token_kernels.test_survivors_go_on(victim, where, num_bytes)
 
 
+def test_a_buffer_that_is_made_after_a_loss():
+    test_ep_token_kernels.test_a_buffer_that_is_made_after_a_loss(0)
+
+
 @pytest.mark.parametrize("once", [False, True])
 def test_expanded_rows_after_a_loss(once):
     test_ep_token_kernels.test_expanded_rows_after_a_loss(3, once)

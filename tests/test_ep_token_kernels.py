@@ -23,7 +23,7 @@ from normal_crew import (
     layout,
     owners_of,
 )
-from peer_ranks import runs_kernels
+from peer_ranks import dies, runs_kernels
 
 from mooncake.ep import Buffer, ElasticBuffer, reference
 from mooncake_backend import extension
@@ -73,34 +73,24 @@ def test_each_call_is_one_kernel(num_bytes):
 
 
 def calls_without_counts(me, name):
-    """No host waits for another rank: rank 1 calls when the others' calls have returned. Torch's
-    operations on the device `fake` wait for it, so these are the native calls."""
+    """No host waits for another rank: rank 1 calls when the others' calls have returned."""
+    from fake_device import control
+
     buffer = Buffer(dist.group.WORLD, AMPLE)
     given = drawn(3, COUNTS, EXPERTS)
     mine = given[me.rank]
-    buffer.dispatch(mine.x, **a_call(buffer, mine))  # the first call makes the memory
-    native = buffer.runtime
-    is_in_rank = layout(buffer, mine.topk_idx, EXPERTS)["is_token_in_rank"]
-    from mooncake.ep import device_exchange
-    from mooncake.ep.layout import ranks_by_column
-
-    choices = device_exchange.choices_of(is_in_rank, ranks_by_column(is_in_rank))
-    counts = is_in_rank.sum(0).int()
-    rows = [torch.empty(200, mine.x.size(1), dtype=mine.x.dtype)]
-    sums, missing = torch.empty_like(mine.x), torch.empty(len(mine.x), dtype=torch.bool)
+    call = a_call(buffer, mine)
+    buffer.dispatch(mine.x, **call)  # the first call makes the memory
     torch.accelerator.synchronize()
-    everybody = [True] * SIZE
     if me.rank == 1:
         me.board.wait_all(f"{name}-called", [0, 2, 3])
-    handle, *_, work = native.dispatch_on_device(
-        [mine.x], rows, choices, counts, 200, None, 200, mine.x.size(1), 3, everybody
-    )
-    native.combine_on_device(rows[0], handle, sums, missing, None, None, [], everybody)
-    me.board.set(f"{name}-called-{me.rank}")
-    work.synchronize()
+    with control.deferred():
+        rows, *_, handle, _ = buffer.dispatch(mine.x, **call, num_worst_tokens=200)
+        sums, *_ = buffer.combine(rows, handle)
+        me.board.set(f"{name}-called-{me.rank}")
     torch.accelerator.synchronize()
-    assert not missing.any()
-    ranks = is_in_rank.sum(1, keepdim=True)
+    assert not buffer.missing_contributions.any()
+    ranks = call["is_token_in_rank"].sum(1, keepdim=True)
     assert torch.allclose(sums.float(), mine.x.float() * ranks, rtol=0.02)
     buffer.destroy()
 
@@ -193,6 +183,35 @@ def survivors(me, victim, where, num_bytes):
 def test_survivors_go_on(victim, where, num_bytes):
     with crew(SIZE) as ranks:
         ranks.start(survivors, victim, where, num_bytes)
+        ranks.results(dead=[victim])
+        ranks.broken = True
+
+
+def made_after_a_loss(me, victim):
+    """A buffer on a group with a lost rank in its list."""
+    left = [rank for rank in range(SIZE) if rank != victim]
+    dies(me, victim, left)
+    buffer = Buffer(dist.new_group(list(range(SIZE))), AMPLE)
+    given = drawn(7, [40, 70, 33, 61], EXPERTS)
+    mine, found = given[me.rank], []
+    call = a_call(buffer, mine)
+    found.append(buffer.dispatch(mine.x, **call))
+    runs_kernels(lambda: found.append(buffer.dispatch(mine.x, **call)), 1)
+    for one in found:
+        check_dispatch(me, one, given, EXPERTS, left)
+    answers = answers_of(given, EXPERTS, tuple(left))
+    combined = buffer.combine(answers[me.rank], found[0][4])
+    check_combine(
+        me, combined, answers, given, EXPERTS, buffer.missing_contributions,
+        active=left, still_active=left,
+    )  # fmt: skip
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_buffer_that_is_made_after_a_loss(victim):
+    with crew(SIZE) as ranks:
+        ranks.start(made_after_a_loss, victim)
         ranks.results(dead=[victim])
         ranks.broken = True
 

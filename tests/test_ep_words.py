@@ -30,7 +30,6 @@ from normal_crew import (
 )
 
 from mooncake.ep import Buffer, ElasticBuffer, reference
-from mooncake.ep.layout import ranks_by_column
 from mooncake.mooncake_elastic_buffer import ElasticBuffer as MooncakeElasticBuffer
 from mooncake_backend import extension
 
@@ -122,8 +121,7 @@ WORST = 300  # rows, more than any rank receives
 
 def nothing_waits_at_worst(me, kernels):
     """The tokens come to the device when the calls have returned. A kernel copies the used rows;
-    without kernels all are copied. Computations of this device wait on the host, so these are the
-    native calls."""
+    without kernels all are copied."""
     from fake_device import control
 
     if not kernels:
@@ -141,31 +139,29 @@ def nothing_waits_at_worst(me, kernels):
             [one.topk_idx for one in given], owners_of(EXPERTS, SIZE), me.rank, range(SIZE)
         )
         x = late(mine.x)
-        ranks = late(ranks_by_column(layout(buffer, mine.topk_idx, EXPERTS)["is_token_in_rank"]))
-        into, again = (torch.full((WORST, mine.x.size(1)), -7).bfloat16() for _ in range(2))
-        sources, ends = torch.zeros(WORST, dtype=torch.int32), torch.zeros(SIZE, dtype=torch.int32)
-        table = torch.zeros(SIZE, SIZE + 1, dtype=torch.int64)
-        there, missing = torch.zeros(SIZE, dtype=torch.bool), torch.ones(len(x), dtype=torch.bool)
-        combined, active = torch.zeros_like(x), torch.ones(SIZE, dtype=torch.int32)
+        is_in_rank = late(layout(buffer, mine.topk_idx, EXPERTS)["is_token_in_rank"])
+        no_counts = torch.empty(0, dtype=torch.int64, device="cpu")
+        active = torch.ones(SIZE, dtype=torch.int32)
         torch.accelerator.synchronize()
         copied = control.kernels_run()
-        with held():
+        with deferred(), held():
             fill(x)
-            fill(ranks)
-            handle, work = native.send_tokens_at_worst(
-                [x], ranks, x.size(1), 3, [into], sources, ends, table, there, active
+            fill(is_in_rank)
+            found = native.normal_dispatch(
+                [x], is_in_rank, None, no_counts, [("x", x)], 3, (WORST, None), active_ranks=active
             )
-            native.send_tokens_as_worst(handle, [x], [again], active)
-            native.combine_tokens(into, handle, combined, missing, active_ranks=active)
+            (into,), sources, table, there, route, *_, work = found
+            (again,) = native.normal_dispatch_again([x], route, active)
+            combined, missing, *_ = native.normal_combine(into, route, active_ranks=active)
             assert not work.is_completed()
         torch.accelerator.synchronize()
         # The rows and their sources; the rows again; those of the combine.
         assert control.kernels_run() - copied == 4 * kernels
         for one in (into, again):
             assert torch.equal(one[:rows], exact[0])
-            assert not kernels or (one[rows:] == -7).all()
+            assert not one[rows:].any()
         assert sources[:rows].tolist() == [token for _, token in ways]
-        assert ends.tolist() == exact[4][0][:, me.rank].tolist()
+        assert route.ends.tolist() == exact[4][0][:, me.rank].tolist()
         assert torch.equal(table[:, :SIZE].cumsum(0).int(), exact[4][0])
         assert table[:, SIZE].tolist() == COUNTS
         assert there.all()
@@ -829,8 +825,11 @@ def other_handles(me):
     call = a_call(buffer, mine)
     handles = [buffer.dispatch(mine.x, **call)[4] for _ in range(2)]
     rows = buffer.dispatch(mine.x, **call)[0]
-    _, _, event = buffer.combine(rows, handles[me.rank == 1], async_finish=True)
-    kind, text = raised(event.event.synchronize)
+    kind, text = raised(
+        lambda: buffer.combine(rows, handles[me.rank == 1], async_finish=True)[
+            2
+        ].event.synchronize()
+    )
     torch.accelerator.synchronize()
     assert raised(buffer.combine, rows, handles[0]) == (kind, text)
     assert raised(buffer.dispatch, mine.x, **call)[0] == kind
@@ -843,7 +842,8 @@ def test_other_handles():
 
 
 def other_expanded_handles(me, is_counted):
-    """The same in a combine that rounds once. The event's wait on the host raises it."""
+    """The same in a combine that rounds once. The event's wait on the host raises it, or the call
+    itself where it has failed by its return."""
     buffer = ElasticBuffer(dist.group.WORLD, 1 << 21, allow_multiple_reduction=False)
     mine = drawn(4, COUNTS, EXPERTS)[me.rank]
     form = {"num_experts": EXPERTS, "do_expand": True, "do_cpu_sync": is_counted}
@@ -852,8 +852,9 @@ def other_expanded_handles(me, is_counted):
         for most in (80, 70)
     ]
     rows, *_, handle, _ = found[me.rank == 1]
-    _, _, event = buffer.combine(rows, handle, async_with_compute_stream=True)
-    kind, text = raised(event.event.synchronize)
+    kind, text = raised(
+        lambda: buffer.combine(rows, handle, async_with_compute_stream=True)[2].event.synchronize()
+    )
     torch.accelerator.synchronize()
     assert raised(buffer.combine, rows, handle) == (kind, text)
     buffer.destroy()

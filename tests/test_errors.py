@@ -31,9 +31,8 @@ def options(layout, size, two_hosts):
 def callers(message):
     """Who called what, as the message says it."""
     who = {}
-    for ranks, call in re.findall(r"((?:rank \d+(?:, )?)+) called ([^;]*?\))", message):
-        for rank in re.findall(r"\d+", ranks):
-            who[int(rank)] = call
+    for ranks, call in re.findall(r"ranks? (\d[\d, -]*) called ([^;]*?\))", message):
+        who |= dict.fromkeys(harness.ranks_in(f"ranks {ranks}"), call)
     return who
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from conftest import BLOCKING_DEVICE_LAYOUT, DEVICE_LAYOUT
 from harness import raised, until
+
+import mooncake_backend
 
 FUTEX = {"x86_64": "202", "aarch64": "98"}[os.uname().machine]
 
@@ -51,6 +54,44 @@ def end_all(processes):
     for process in processes:
         process.kill()
         process.communicate()
+
+
+# ---- operations that the other ranks never call
+
+# Far beyond the time of a rank that waits for nothing.
+PATIENCE = 60
+
+
+def leaves_with_pending_on_rank(me, groups, how):
+    """Each rank of `groups` has called an operation there that no other rank calls."""
+    made = {"default": dist.group.WORLD, "first": dist.new_group(), "second": dist.new_group()}
+    for group in made.values():
+        dist.barrier(group)
+    if me.rank in groups:
+        work = dist.all_reduce(torch.ones(4), async_op=True, group=made[groups[me.rank]])
+    me.board.set(f"ready-{me.rank}")
+    me.board.wait_all("ready", range(me.size))
+    began = time.monotonic()
+    if how == "destroys":
+        dist.destroy_process_group()
+    else:
+        mooncake_backend.group._leave()  # what a program does at its end
+    took = time.monotonic() - began
+    if me.rank in groups:
+        assert work.is_completed()
+        if how == "destroys":
+            assert work.contributors == [me.rank]
+    return took
+
+
+@pytest.mark.parametrize("how", ["destroys", "ends"])
+@pytest.mark.parametrize(
+    "groups", [{0: "first", 1: "default"}, {0: "default", 1: "second", 2: "first"}], ids=str
+)
+def test_operations_that_others_never_call_hold_up_no_end(groups, how):
+    env = {"MOONCAKE_FAILURE_TIMEOUT_MS": str(PATIENCE * 1000)}
+    took = harness.run_ranks(3, leaves_with_pending_on_rank, groups, how, env=env)
+    assert max(took) < PATIENCE / 2, took
 
 
 # ---- destroy_process_group() while somebody still holds a group

@@ -119,7 +119,7 @@ def test_all_of_it_between_two_hosts_and_on_without_a_rank_that_is_killed():
     with hosts.Hosts(2, v6=False) as two:
         options = {"backend": None, "namespaces": two.spread(SIZE), "env": ENV}
         with harness.starting(SIZE, on_rank, two[0].v4[0], **options) as crew:
-            crew.board.wait("moving", deadline=60)
+            crew.board.wait("moving", deadline=harness.scaled(60))
             crew.kill(VICTIM)
             wires = crew.results(dead=[VICTIM])
     assert [wires[0][rank] for rank in range(1, SIZE)] == ["shm", "fabric", "fabric"]

@@ -87,7 +87,7 @@ def run(two, size, *args, expected, **options):
         size, join_and_use_on_rank, *args, backend=None, namespaces=spread, **options
     ) as crew:
         try:
-            crew.board.wait_all("used", range(size), deadline=60)
+            crew.board.wait_all("used", range(size), deadline=harness.scaled(60))
         except TimeoutError:
             crew.results(deadline=1)
         found = [listeners(host) for host in two.hosts]

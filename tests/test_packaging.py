@@ -47,12 +47,15 @@ def run_python(code: str, *paths: Path, cwd: Path) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-def install_ours(site: Path, torch_version: str = torch.__version__) -> None:
+def install_ours(
+    site: Path, torch_version: str = torch.__version__, beside_upstream: bool = False
+) -> None:
     """The files that our wheel would put into `site`, with a library that cannot be loaded."""
     skip = shutil.ignore_patterns("_C.*", "compat", "__pycache__")
     shutil.copytree(ROOT / "mooncake_backend", site / "mooncake_backend", ignore=skip)
-    shutil.copytree(ROOT / "mooncake_backend/compat", site / "mooncake", dirs_exist_ok=True)
-    shutil.copytree(ROOT / "ep", site / "mooncake/ep", ignore=skip, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "ep", site / "mooncake_backend/ep", ignore=skip)
+    if not beside_upstream:
+        shutil.copytree(ROOT / "mooncake_backend/compat", site / "mooncake", dirs_exist_ok=True)
     (site / "mooncake_backend" / LIBRARY).write_bytes(b"not a library")
     record = {"version": mooncake_backend.__version__, "torch": torch_version}
     (site / "mooncake_backend/_C.json").write_text(json.dumps(record))
@@ -61,7 +64,8 @@ def install_ours(site: Path, torch_version: str = torch.__version__) -> None:
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: mooncake-backend\nVersion: {mooncake_backend.__version__}\n"
     )
-    (info / "top_level.txt").write_text("mooncake\nmooncake_backend\n")
+    packages = ["mooncake_backend"] if beside_upstream else ["mooncake", "mooncake_backend"]
+    (info / "top_level.txt").write_text("".join(f"{name}\n" for name in packages))
     (info / "entry_points.txt").write_text(
         "[torch.backends]\nmooncake = mooncake_backend:register_at_import\n"
     )
@@ -258,6 +262,48 @@ class TestOtherOwner:
         assert "pip uninstall" in last
 
 
+class TestBesideUpstream:
+    """Built with MOONCAKE_BUILD_BESIDE_UPSTREAM=1: the package `mooncake` is another wheel's."""
+
+    def test_each_has_its_names(self, tmp_path):
+        install_ours(tmp_path, beside_upstream=True)
+        install_other(tmp_path)
+        result = run_python(
+            "import mooncake.pg, mooncake.engine; print(mooncake.pg.owner, mooncake.engine.owner);"
+            "from mooncake_backend import ep, pg; print(ep.Buffer.__name__, pg.get_active_ranks)",
+            tmp_path, cwd=tmp_path,
+        )  # fmt: skip
+        others, ours = result.stdout.splitlines()
+        assert others == "other other", result.stderr
+        assert ours.startswith("Buffer ")
+
+    def test_making_a_group_is_no_conflict(self, tmp_path):
+        install_ours(tmp_path, torch_version="2.1.0", beside_upstream=True)
+        install_other(tmp_path)
+        last = run_python(MAKE_A_GROUP, tmp_path, cwd=tmp_path).stderr.splitlines()[-1]
+        assert last.startswith("ImportError"), last
+        assert "DistributionConflict" not in last
+
+    def test_doctor_says_so(self, tmp_path):
+        install_ours(tmp_path, beside_upstream=True)
+        install_other(tmp_path)
+        code = "from mooncake_backend.doctor import examine; examine(trial=False)"
+        shown = run_python(code, tmp_path, cwd=tmp_path).stdout
+        assert re.search(rf" ok +package mooncake +left to {OTHER}", shown), shown
+
+    def test_modules_have_one_identity_under_both_names(self, tmp_path):
+        install_ours(tmp_path)
+        result = run_python(
+            "import mooncake.ep.events, mooncake_backend.ep as ep;"
+            "import mooncake.ep.mooncake_buffer as one, mooncake_backend.ep.mooncake_buffer as two;"
+            "from mooncake.mooncake_ep_buffer import Buffer; import mooncake;"
+            "assert one is two and Buffer is one.Buffer and mooncake.ep is ep;"
+            "assert mooncake.ep.events.EventOverlap is ep.EventOverlap; print('fine')",
+            tmp_path, cwd=tmp_path,
+        )  # fmt: skip
+        assert result.stdout == "fine\n", result.stderr
+
+
 class TestOptions:
     def test_every_form_that_callers_use(self):
         ranks = torch.zeros(4, dtype=torch.int32)
@@ -335,6 +381,9 @@ class TestGroup:
             def __init__(self, *arguments):
                 self.arguments = arguments
                 self.active_ranks = arguments[7]["active_ranks"]
+
+            def note_losses_read(self):
+                pass
 
         module = ModuleType(extension.NAME)
         module.MooncakeBackend = MooncakeBackend
@@ -585,6 +634,28 @@ class TestInstall:
             done = subprocess.run([python, "-c", code], capture_output=True, text=True, cwd="/")
             TestOtherOwner().assert_conflict(done)
 
+    def test_beside_upstreams_wheel(self, python, clone, monkeypatch):
+        """The wheel without CUDA, from PyPI: its store must work as before."""
+        upstream = f"{OTHER}-non-cuda==0.3.13.post1"
+        self.pip(python, upstream)
+        store = "import mooncake.store as s; print(s.MooncakeDistributedStore, s.__file__)"
+        alone = self.output(python, store)
+        monkeypatch.setenv("MOONCAKE_BUILD_BESIDE_UPSTREAM", "1")
+        self.pip(python, clone)
+        self.output(python, self.LOADED)
+        assert self.output(python, store) == alone
+        for program in ("import mooncake.engine", "import mooncake_backend.engine"):
+            engine = f"{program} as e; print(e.TransferEngine)"
+            assert "TransferEngine" in self.output(python, engine)
+        shown = subprocess.run(
+            [python, "-m", "mooncake_backend", "doctor"],
+            capture_output=True, text=True, cwd="/", timeout=300,
+        )  # fmt: skip
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert re.search(rf" ok +package mooncake +left to {OTHER}", shown.stdout)
+        bench = python.parent / "transfer_engine_bench"
+        assert "mooncake_backend" not in bench.read_text()
+
     def test_wheel_by_build(self, python, clone):
         self.pip(python, "build", "pyproject_hooks", "packaging")
         # Called by its bare name, not activated: only the caller's PATH tells whose torch counts.
@@ -609,9 +680,10 @@ class TestInstall:
             "mooncake_backend/py.typed",
             "mooncake_backend/include/transfer_engine_c.h",
             "mooncake/pg.py",
-            "mooncake/ep/buffer.py",
-            "mooncake/ep/on_path/deep_ep/buffers/legacy.py",
-            "mooncake/ep/on_path/deep_ep/utils/math.py",
+            "mooncake/ep.py",
+            "mooncake_backend/ep/buffer.py",
+            "mooncake_backend/ep/on_path/deep_ep/buffers/legacy.py",
+            "mooncake_backend/ep/on_path/deep_ep/utils/math.py",
         ):
             assert name in names
         assert not [

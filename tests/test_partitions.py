@@ -163,7 +163,7 @@ def on_hosts(layout, function, *args, seconds=SHORT, **env):
             namespaces=[net[h].namespace for h in host_of],
         ) as crew:  # fmt: skip
             try:
-                crew.board.wait_all("turn", range(crew.size), deadline=60)
+                crew.board.wait_all("turn", range(crew.size), deadline=harness.scaled(60))
             except TimeoutError:
                 crew.results(deadline=1)
             yield net, crew
@@ -171,7 +171,7 @@ def on_hosts(layout, function, *args, seconds=SHORT, **env):
 
 def check_sides(crew, winners, kinds=("MinorityError",)):
     """The winners went on, all others were told; nowhere two views of one epoch."""
-    found = crew.results(deadline=60)
+    found = crew.results(deadline=harness.scaled(60))
     for rank, (kind, text, _) in enumerate(found):
         if rank in winners:
             assert kind == "ok", (rank, text)
@@ -393,7 +393,7 @@ def locked_on_rank(me, victim, seconds):
 def test_who_holds_pythons_lock_is_not_silent(transports, timeout, locked):
     options = over(transports, timeout)
     with harness.starting(3, locked_on_rank, 1, locked, **options) as crew:
-        assert crew.results(deadline=60 + 4 * locked) == [[1, 1, 1]] * 3
+        assert crew.results(deadline=harness.scaled(60) + 4 * locked) == [[1, 1, 1]] * 3
         nobody_is_accused(crew)
 
 
@@ -421,7 +421,7 @@ def test_a_busy_machine_accuses_nobody(transports):
             hold(5)
             turns.go_on()
             crew.board.set("over")
-            assert crew.results(deadline=120) == [members(16, range(16))] * 16
+            assert crew.results(deadline=harness.scaled(120)) == [members(16, range(16))] * 16
         nobody_is_accused(crew)
 
 
@@ -581,11 +581,11 @@ def test_a_rank_that_comes_back_writes_into_nothing(transports, what):
         Turns(crew.board, range(4)).go_on(random.Random(what + transports).randrange(1, 6))
         crew.stop(victim)
         try:
-            crew.board.wait_all("went-on", left, deadline=60)
+            crew.board.wait_all("went-on", left, deadline=harness.scaled(60))
         except TimeoutError:
             crew.results(deadline=1, dead=[victim])
         crew.cont(victim)
-        found = crew.results(deadline=60)
+        found = crew.results(deadline=harness.scaled(60))
         assert found.pop(victim) == "evicted"
         assert [who for who, _ in found] == [left] * 3
         assert len({since for _, since in found}) == 1
@@ -669,7 +669,7 @@ def test_a_start_without_somebody_fails_on_all(transports, at, victim):
     """Killed when the others could read its address already."""
     options = over(transports, SHORT)
     with harness.starting(3, starting_on_rank, victim, at, backend=None, **options) as crew:
-        for rank, said in enumerate(crew.results(deadline=60, dead=[victim])):
+        for rank, said in enumerate(crew.results(deadline=harness.scaled(60), dead=[victim])):
             if rank != victim:
                 assert re.search(rf"rank\(?s?\)? {victim}\b", said), said
 
@@ -681,7 +681,7 @@ def test_a_start_succeeds_on_all_or_on_none(transports, milliseconds):
     options, victim = over(transports, SHORT), 1
     at = milliseconds / 1000
     with harness.starting(3, starting_on_rank, victim, at, backend=None, **options) as crew:
-        found = crew.outcomes(deadline=60)
+        found = crew.outcomes(deadline=harness.scaled(60))
         assert not found[0].error, found[0].text
         assert not found[2].error, found[2].text
         said = [found[0].value, found[2].value]
@@ -712,7 +712,7 @@ def test_leaving_does_not_wait_for_who_is_gone(transports, how, victims):
         for victim in victims:
             (crew.kill if how == "killed" else crew.stop)(victim)
         crew.board.set("gone")
-        crew.results(deadline=30, dead=victims)
+        crew.results(deadline=harness.scaled(30), dead=victims)
         for rank in {0, 1, 2} - set(victims):
             crew.links[rank].close()
             crew.processes[rank].join(30)
@@ -783,7 +783,7 @@ def later_groups_on_rank(me, victim):
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_groups_that_are_made_later(transports):
     with harness.starting(3, later_groups_on_rank, 2, **over(transports, SHORT)) as crew:
-        crew.results(deadline=60, dead=[2])
+        crew.results(deadline=harness.scaled(60), dead=[2])
 
 
 def without_store_on_rank(me, victim):
@@ -833,4 +833,4 @@ def test_who_has_begun_does_without_the_store(transports, victim):
         crew.board.wait_all("turn", range(3))
         crew.kill(3)
         crew.board.set("gone")
-        crew.results(deadline=60, dead=[victim, 3])
+        crew.results(deadline=harness.scaled(60), dead=[victim, 3])

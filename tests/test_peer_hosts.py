@@ -95,6 +95,12 @@ def test_a_killed_rank(victim):
     test_peer_kernels.test_a_killed_rank(victim)
 
 
+@pytest.mark.parametrize(("victims", "later"), [((0,), 3), ((1, 2), 3), ((2, 3), 1)])
+def test_groups_that_are_made_after_a_loss(victims, later):
+    """One of two ranks of a host, one on each host, or all of one host."""
+    test_peer_kernels.test_groups_that_are_made_after_a_loss(victims, later)
+
+
 # A survivor also ends the proxy's commands to a lost rank of another host.
 @pytest.mark.parametrize("step", [*test_peer_kernels.STEPS, "proxy-end"])
 def test_a_second_rank_dies_while_the_others_agree(step):

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
-from harness import raised, until
-from peer_ranks import LIMIT, crew, run, runs_kernels
+from harness import raised, scaled, until
+from peer_ranks import LIMIT, crew, dies, run, runs_kernels
 
 
 def streams_on_rank(me):
@@ -103,6 +103,71 @@ def test_a_killed_rank(victim):
         assert total == who + 1000 * number * bin(who).count("1"), number
 
 
+def among(me, group, left):
+    """Calls by kernels have the parts of the ranks that are left."""
+    who = [dist.get_group_rank(group, rank) for rank in left]
+    gather = dist.all_gather_into_tensor
+
+    def all_reduce(tensor):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work.wait()
+        assert tensor.unique().tolist() == [float(sum(1 << rank for rank in left))]
+        assert work.contributors == who
+
+    for count, kernels in ((200, 1), (2 * LIMIT, 2)):
+        tensor = torch.full((count,), float(1 << me.rank))
+        runs_kernels(lambda tensor=tensor: all_reduce(tensor), kernels)
+        parts = torch.full((group.size(), count), -1.0)
+        own = torch.full((count,), me.rank + 1.0)
+        runs_kernels(lambda parts=parts, own=own: gather(parts, own, group=group), kernels)
+        for rank, part in enumerate(parts):
+            given = dist.get_global_rank(group, rank) + 1.0 if rank in who else 0.0
+            assert part.unique().tolist() == [given]
+        scattered = torch.zeros(count)
+        given = torch.arange(float(group.size())).repeat_interleave(count) + 10 * me.rank
+        dist.reduce_scatter_tensor(scattered, given, group=group)
+        assert scattered.unique().tolist() == [
+            float(len(left) * group.rank() + 10 * sum(left)),
+        ]
+        taken = torch.full((group.size() * count,), -1.0)
+        runs_kernels(
+            lambda taken=taken, given=given: dist.all_to_all_single(taken, given, group=group), 1
+        )
+        for rank, part in enumerate(taken.view(group.size(), count)):
+            source = 10.0 * dist.get_global_rank(group, rank) + group.rank()
+            assert part.unique().tolist() == [source if rank in who else 0.0]
+
+
+def made_after_a_loss(me, victims, later):
+    """Groups of all ranks, also of those that are lost, and of the ranks that are left."""
+    left = list(range(me.size))
+    for victim in victims:
+        left.remove(victim)
+        dies(me, victim, left)
+    groups = [
+        dist.group.WORLD,  # its first call comes after the loss
+        dist.new_group(list(reversed(range(me.size)))),
+        dist.new_group(left),
+    ]
+    for group in groups:
+        among(me, group, left)
+    assert raised(dist.broadcast, torch.ones(3), victims[0], group=groups[1])[0] == "PeerLostError"
+    left.remove(later)
+    dies(me, later, left)
+    for group in groups:  # a further kernel may stop those of the group, until this call ends
+        dist.all_reduce(torch.ones(10), group=group)
+    for group in groups:
+        among(me, group, left)
+
+
+@pytest.mark.parametrize(("victims", "later"), [((0,), 3), ((3,), 0), ((1, 2), 3), ((2, 3), 1)])
+def test_groups_that_are_made_after_a_loss(victims, later):
+    ranks = crew(4)
+    ranks.start(made_after_a_loss, victims, later)
+    ranks.results(dead=[*victims, later])
+    ranks.end()
+
+
 STEPS = ["peers-stop", "peers-stopped", "peers-agreed"]
 
 
@@ -163,7 +228,7 @@ def _state(pid):
 
 
 def timeout_on_rank(me):
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=scaled(1)))
     tensor = torch.ones(10)
     dist.all_reduce(tensor, group=group)
     if me.rank == 1:
@@ -185,7 +250,7 @@ def test_a_rank_that_does_not_call():
 def silent_on_rank(me):
     """Rank 1 calls after rank 0 has given up. No later call of rank 0 goes on as if nothing were
     wrong, staged or not."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=scaled(1)))
     dist.all_reduce(torch.ones(10), group=group)
     torch.accelerator.synchronize()
     if me.rank == 1:

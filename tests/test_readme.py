@@ -1,4 +1,4 @@
-"""The program that the README begins with does what the README says."""
+"""The program that the README begins with does what the README says, and its commands are there."""
 
 from __future__ import annotations
 
@@ -46,3 +46,26 @@ def test_the_first_program_survives_a_kill(tmp_path):
     warning = re.compile(r"^\S+Z (mooncake W rank \d: rank 2 lost) \(.*\)(; .*)$", re.MULTILINE)
     assert sorted(warning.findall("\n".join(shown))) == sorted(warning.findall(done.stderr)) != []
     assert re.search(r"^  2 .* killed by SIGKILL  went on", done.stderr, re.MULTILINE)
+
+
+def test_the_three_commands_are_there():
+    """Tests of packaging and of the demo run them."""
+    install, *scripts = [
+        line.split("#")[0].split() for line in block("bash", "## Install it").splitlines()
+    ]
+    assert install == ["pip", "install", "."]
+    assert len(scripts) == 2
+    for (script,) in scripts:
+        assert os.access(README.parent / script, os.X_OK), script
+
+
+def test_the_doctor_of_the_readme_answers():
+    (module,) = re.findall(r"`python -m (mooncake_backend) doctor`", README.read_text("utf-8"))
+    done = subprocess.run(
+        [sys.executable, "-m", module, "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=harness.DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ +ok +two-rank trial", done.stdout, re.MULTILINE)

@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import devices
 import harness
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 import mooncake_backend
 
+ERRORS = Path(__file__).parents[1] / "docs/errors.md"
 LARGE = 20_000  # elements beyond what travels in a slot
 
 
@@ -395,6 +397,9 @@ def test_parts_of_different_sizes(crew, dtype, sizes):
 
 
 def monitored_on_rank(me, late):
+    # torch's function asks no other backend, so README and docs/errors.md name the method.
+    kind, text = raised(dist.monitored_barrier)
+    assert (kind, text in ERRORS.read_text()) == ("ValueError", True), text
     barrier = dist.group.WORLD.monitored_barrier
     barrier(timeout=timedelta(seconds=harness.DEADLINE), wait_all_ranks=False)
     errors = []

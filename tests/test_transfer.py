@@ -360,30 +360,30 @@ def test_memory_that_comes_and_goes(wire):
 HOLES = (8, 4096, 64 << 10, BYTES)
 
 
-def owns_what_is_gone(me):
-    """Rank 0 unmaps memory that stays registered; rank 1 writes to it and reads from it."""
+def owns_what_is_gone(me, how):
+    """Rank 0 takes memory away that stays registered; rank 1 writes to it and reads from it."""
     side = engines.make()
+    gone = engines.Spoiled(how)
     if me.rank == 0:
         side.fill(0)
-        gone = engines.map_pages(BYTES)
-        assert side.engine.register_memory(gone, BYTES) == 0
-        me.board.set("target", (side.session, side.address, gone))
+        assert side.engine.register_memory(gone.address, 3 * BYTES) == 0
+        me.board.set("target", (side.session, side.address, gone.hole))
         me.board.wait("opened")
-        engines.unmap_pages(gone, BYTES)
-        me.board.set("unmapped")
+        gone.spoil()
+        me.board.set("spoiled")
         me.board.wait("done")
         return side.memory.tobytes()
-    target, there, gone = me.board.wait("target")
+    target, there, hole = me.board.wait("target")
     engine, here = side.engine, side.address
-    assert engine.transfer_sync_write(target, here, gone, BYTES) == 0
+    assert engine.transfer_sync_write(target, here, hole, BYTES) == 0
     me.board.set("opened")
-    me.board.wait("unmapped")
+    me.board.wait("spoiled")
     before = engine.get_counters()
     for size in HOLES:
         side.fill(size)
         good = engine.transfer_submit_write(target, here, there, BYTES)
-        assert engine.transfer_sync_write(target, here, gone, size) == -1
-        assert engine.transfer_sync_read(target, here, gone, size) == -1
+        assert engine.transfer_sync_write(target, here, hole, size) == -1
+        assert engine.transfer_sync_read(target, here, hole, size) == gone.read_code
         assert engine.get_batch_transfer_status([good]) == 0
     after = engine.get_counters()
     assert [after[name] - before[name] for name in ("opened", "retries")] == [0, 0]
@@ -393,29 +393,31 @@ def owns_what_is_gone(me):
     return side.memory.tobytes()
 
 
-def test_memory_of_the_target_that_is_not_there(wire):
-    theirs, ours = harness.run_ranks(2, owns_what_is_gone, **over(wire))
+@pytest.mark.parametrize("how", engines.SPOILED)
+def test_memory_of_the_target_that_is_not_there(wire, how):
+    theirs, ours = harness.run_ranks(2, owns_what_is_gone, how, **over(wire))
     assert theirs == ours
 
 
-def moves_what_is_gone(me, side, target, there):
+def moves_what_is_gone(me, side, target, there, how):
     """The caller's own memory."""
     engine, here = side.engine, side.address
     assert engine.transfer_sync_write(target, here, there, BYTES) == 0
     shared = engine.allocate_managed_buffer(BYTES)
-    gone = engines.map_pages(BYTES)
-    assert engine.register_memory(gone, BYTES) == 0
-    engines.unmap_pages(gone, BYTES)
+    gone = engines.Spoiled(how)
+    hole, code = gone.hole, gone.read_code
+    assert engine.register_memory(gone.address, 3 * BYTES) == 0
+    gone.spoil()
     before = engine.get_counters()
     for size in HOLES:
         good = engine.batch_transfer_async_read(target, [here], [there], [BYTES])
-        assert engine.transfer_sync_write(target, gone, there, size) == -1
-        assert engine.transfer_sync_read(target, gone, there, size) == -1
+        assert engine.transfer_sync_write(target, hole, there, size) == code
+        assert engine.transfer_sync_read(target, hole, there, size) == -1
         assert engine.get_batch_transfer_status([good]) == 0
         for own in (here, shared):
-            assert engine.transfer_sync_write(side.session, gone, own, size) == -1
-            assert engine.transfer_sync_read(side.session, gone, own, size) == -1
-    assert engine.write_bytes_to_buffer(gone, b"12345678", 8) == -1
+            assert engine.transfer_sync_write(side.session, hole, own, size) == code
+            assert engine.transfer_sync_read(side.session, hole, own, size) == -1
+    assert engine.write_bytes_to_buffer(hole, b"12345678", 8) == -1
     after = engine.get_counters()
     assert [after[name] - before[name] for name in ("opened", "retries")] == [0, 0]
     side.fill(1)
@@ -423,8 +425,9 @@ def moves_what_is_gone(me, side, target, there):
     return side.memory.tobytes()
 
 
-def test_memory_of_the_caller_that_is_not_there(wire):
-    theirs, ours = harness.run_ranks(2, engines.serve, moves_what_is_gone, **over(wire))
+@pytest.mark.parametrize("how", engines.SPOILED)
+def test_memory_of_the_caller_that_is_not_there(wire, how):
+    theirs, ours = harness.run_ranks(2, engines.serve, moves_what_is_gone, how, **over(wire))
     assert theirs == ours
 
 

@@ -359,6 +359,39 @@ def test_a_name_stays_with_a_program_that_listens_and_does_not_answer(server):
             assert "delete the name's key" in crew.log(0)
 
 
+# No packet leaves for this address: the kernel has no way there.
+UNREACHABLE = "255.255.255.255"
+
+
+def test_a_name_stays_with_an_engine_that_cannot_be_reached_and_publishes(server, monkeypatch):
+    """The engine may live where we do not reach it. Once it has not published its name for 30 s, it
+    has ended."""
+    fields = {**ENDED, "ip_or_host_name": UNREACHABLE}
+    record = record_of(1, **fields)
+    assert ask(server, "PUT", KEY, record)[0] == 200
+    now = metadata_store.clock()
+    with harness.Crew(1, env=ON_LOOPBACK, backend=None) as crew:
+        monkeypatch.setattr(metadata_store, "clock", lambda: now + 20)
+        assert crew.call(takes_over, url_of(server), "n") == [-1]
+        assert 'the name "n" is taken: the engine that has it cannot be reached' in crew.log(0)
+        assert "the name is free" in crew.log(0)
+        assert ask(server, "PUT", KEY, record) == (200, b"metadata unchanged")
+        monkeypatch.setattr(metadata_store, "clock", lambda: now + 40)
+        assert crew.call(takes_over, url_of(server), "n") == [-1]
+        monkeypatch.setattr(metadata_store, "clock", lambda: now + 60)
+        assert crew.call(takes_over, url_of(server), "n") == [0]
+
+
+def test_a_name_of_mooncakes_engine_that_cannot_be_reached_stays(server, monkeypatch):
+    fields = {"ip_or_host_name": UNREACHABLE}
+    assert ask(server, "PUT", KEY, record_of(1, **fields))[0] == 200
+    later = metadata_store.clock() + 999
+    monkeypatch.setattr(metadata_store, "clock", lambda: later)
+    with harness.Crew(1, env=ON_LOOPBACK, backend=None) as crew:
+        assert crew.call(takes_over, url_of(server), "n") == [-1]
+        assert "delete the name's key" in crew.log(0)
+
+
 def at_the_old_port(me, server, name, fields):
     """Opens a name whose record leads to another engine, then takes it over."""
     url = url_of(server)

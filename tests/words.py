@@ -1,7 +1,8 @@
-"""Comments whose sentences have no subject that a reader can look up: tests/lint.sh lint.
+"""Comments whose sentences have no noun that a reader can look up: tests/lint.sh lint.
 
-Counts comment lines that hold "who", "what" and the like, by room. Fails above a ceiling; the words
-are fine where they are an object with a clear meaning. `python tests/words.py ROOM` lists them."""
+Counts comment lines that hold "who", "what" and the like, and lines that hold "those", "others"
+and the like, by room. Fails above a ceiling for either; the words are fine where their noun stands
+right before. `python tests/words.py ROOM` lists them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("csrc", "kernels", "mooncake_backend", "ep")
 RIDDLE = re.compile(r"\b(who|whom|whose|whoever|what|whatever)\b", re.IGNORECASE)
-CEILING = 0.03  # of all comment lines; to be lowered when it is reached
+PRONOUN = re.compile(r"\b(those|others|that of|so many|the first two)\b", re.IGNORECASE)
+# Kind, its pattern, its ceiling as a share of all comment lines (lowered when reached), the cure.
+KINDS = (
+    ("who/what", RIDDLE, 0.03, "name the rank, the sender, the owner of the region"),
+    ("those/others", PRONOUN, 0.015, "say the noun"),
+)
 
 
 def comments(path: Path) -> Iterator[tuple[int, str]]:
@@ -39,7 +45,7 @@ def main() -> int:
         ["git", "ls-files", *ROOMS], cwd=ROOT, capture_output=True, text=True, check=True
     )
     lines: Counter[str] = Counter()
-    riddles: Counter[str] = Counter()
+    found = {kind: Counter[str]() for kind, *_ in KINDS}
     for name in listed.stdout.split():
         if (
             Path(name).suffix not in (".cc", ".h", ".cu", ".cuh", ".py")
@@ -49,20 +55,24 @@ def main() -> int:
         room = "/".join(name.split("/")[: 2 if name.startswith("csrc/") else 1])
         for number, text in comments(ROOT / name):
             lines[room] += 1
-            if RIDDLE.search(text):
-                riddles[room] += 1
-                if any(name.startswith(wanted) for wanted in sys.argv[1:]):
-                    print(f"{name}:{number}: {text}")
-    share = riddles.total() / lines.total()
-    if share <= CEILING:
-        return 0
-    for room in sorted(lines, key=lambda room: -riddles[room]):
-        print(f"{room:20} {riddles[room]:5} of {lines[room]:5} lines")
-    print(
-        f"{share:.1%} of the comment lines have a subject that nobody can look up, above the"
-        f" ceiling of {CEILING:.0%}: name the rank, the sender, the owner of the region"
-    )
-    return 1
+            for kind, pattern, *_ in KINDS:
+                if pattern.search(text):
+                    found[kind][room] += 1
+                    if any(name.startswith(wanted) for wanted in sys.argv[1:]):
+                        print(f"{name}:{number}: {kind}: {text}")
+    failed = False
+    for kind, _, ceiling, cure in KINDS:
+        share = found[kind].total() / lines.total()
+        if share <= ceiling:
+            continue
+        failed = True
+        for room in sorted(lines, key=lambda room: -found[kind][room]):
+            print(f"{room:20} {found[kind][room]:5} of {lines[room]:5} lines")
+        print(
+            f"{share:.1%} of the comment lines hold {kind} and no noun that a reader can look up,"
+            f" above the ceiling of {ceiling:.1%}: {cure}"
+        )
+    return int(failed)
 
 
 if __name__ == "__main__":

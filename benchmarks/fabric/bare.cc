@@ -5,8 +5,8 @@
 #include <rdma/fi_rma.h>
 #include <thread>
 
-#include "engine/nic/libfabric/cards.h"
-#include "engine/nic/libfabric/library.h"
+#include "wires/nic/libfabric/cards.h"
+#include "wires/nic/libfabric/library.h"
 
 namespace mooncake::bench {
 namespace {

@@ -8,9 +8,9 @@
 #include <span>
 #include <vector>
 
-#include "engine/nic/fabric_env.h"
 #include "fabric/crew.h"
 #include "fabric/station.h"
+#include "wires/nic/fabric_env.h"
 
 namespace mooncake::bench {
 

@@ -8,10 +8,10 @@
 #include <thread>
 #include <unistd.h>
 
-#include "engine/nic/libfabric/cards.h"
 #include "fabric/bare.h"
 #include "fabric/crew.h"
 #include "fabric/station.h"
+#include "wires/nic/libfabric/cards.h"
 
 namespace mooncake::bench {
 namespace {

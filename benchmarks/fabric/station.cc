@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 #include <thread>
 
-#include "engine/nic/libfabric/cards.h"
+#include "wires/nic/libfabric/cards.h"
 
 namespace mooncake::bench {
 namespace {

@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
-#include "engine/nic/fabric_env.h"
-#include "engine/nic/nic.h"
 #include "fabric/crew.h"
+#include "wires/nic/fabric_env.h"
+#include "wires/nic/nic.h"
 
 namespace mooncake::bench {
 

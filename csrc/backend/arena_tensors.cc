@@ -24,7 +24,7 @@ struct OwnBlock {
 
 }  // namespace
 
-at::Tensor tensorInArena(const Engine& engine, int64_t elements, const at::TensorOptions& options) {
+at::Tensor tensorInArena(Engine& engine, int64_t elements, const at::TensorOptions& options) {
   if (!options.device().is_cpu()) {
     throwError({ErrorCode::kUnsupported, "allocate_tensor: memory on " + options.device().str() +
                                              " cannot be shared between ranks, memory on the CPU "
@@ -36,7 +36,7 @@ at::Tensor tensorInArena(const Engine& engine, int64_t elements, const at::Tenso
     refuse("allocate_tensor: the size " + std::to_string(elements) + " is negative or too large");
   auto own = std::make_shared<OwnBlock>();
   own->arena = engine.sharedArena();
-  own->block = orThrow(own->arena->allocate(bytes));
+  own->block = orThrow(engine.allocate(bytes));
   return at::from_blob(own->block.data(), {elements}, keeping(own),
                        at::TensorOptions(type).requires_grad(options.requires_grad()));
 }

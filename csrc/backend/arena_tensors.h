@@ -12,7 +12,7 @@ namespace mooncake {
 
 // Allocates a zeroed tensor in the engine's arena, which the ranks of the host can map. The tensor
 // may outlive the engine.
-at::Tensor tensorInArena(const Engine& engine, int64_t elements, const at::TensorOptions& options);
+at::Tensor tensorInArena(Engine& engine, int64_t elements, const at::TensorOptions& options);
 // Makes a tensor over a peer's memory, which `mapping` keeps mapped.
 at::Tensor tensorOver(std::span<std::byte> memory, at::IntArrayRef shape, at::ScalarType type,
                       std::shared_ptr<const void> mapping);

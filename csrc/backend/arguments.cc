@@ -83,6 +83,55 @@ Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const cha
   return Flat::scaled(tensor, factorOf(tensor, op, operation));
 }
 
+std::vector<Flat> premultipliedAll(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
+                                   const char* operation) {
+  std::vector<Flat> flats;
+  for (const at::Tensor& tensor : tensors) flats.push_back(premultiplied(tensor, op, operation));
+  return flats;
+}
+
+const at::Tensor& onlyTensor(const std::vector<at::Tensor>& tensors, const char* operation) {
+  if (tensors.size() != 1) {
+    refuse(std::string(operation) + " takes one tensor per rank, not " +
+           std::to_string(tensors.size()));
+  }
+  return tensors[0];
+}
+
+const std::vector<at::Tensor>& onlyList(const std::vector<std::vector<at::Tensor>>& lists,
+                                        const char* operation) {
+  if (lists.size() != 1)
+    refuse(std::string(operation) + " takes one list per rank, not " +
+           std::to_string(lists.size()));
+  return lists[0];
+}
+
+bool isRoot(int64_t root, int64_t rootTensor, int size) {
+  return root >= 0 && root < size && rootTensor == 0;
+}
+
+int rootOf(int64_t root, int64_t rootTensor, int size, const char* operation) {
+  if (root < 0 || root >= size)
+    refuseIn(operation,
+             "root " + std::to_string(root) + " is not in a group of " + std::to_string(size));
+  if (rootTensor != 0)
+    refuseIn(operation,
+             "root tensor " + std::to_string(rootTensor) + ": each rank has one tensor, number 0");
+  return static_cast<int>(root);
+}
+
+bool isListFor(const std::vector<std::vector<at::Tensor>>& lists, const at::Tensor& like,
+               int size) {
+  return lists.size() == 1 && lists[0].size() == size_t(size) && areAlike(lists[0]) &&
+         lists[0][0].numel() == like.numel();
+}
+
+std::vector<size_t> bytesOfEach(const std::vector<at::Tensor>& tensors) {
+  std::vector<size_t> bytes;
+  for (const at::Tensor& tensor : tensors) bytes.push_back(tensor.nbytes());
+  return bytes;
+}
+
 std::string sizesOf(const at::Tensor& tensor) { return c10::str(tensor.sizes()); }
 
 void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation) {
@@ -217,8 +266,8 @@ bool mark(std::vector<bool>& marks, const at::Tensor& tensor, const std::byte* b
   return true;
 }
 
-// True if two of the tensors have an element in the same place. Their extents overlap, as those of
-// the columns of a matrix do. Costs about as much as a copy of the tensors, which is made anyway.
+// True if two of the tensors have an element in the same place. Their extents overlap, as extents
+// of a matrix's columns do. Costs about as much as a copy of the tensors, which is made anyway.
 bool shareElements(std::span<const Place> places) {
   const std::byte* begin = places.front().extent.data();
   const std::byte* end = begin;

@@ -30,6 +30,18 @@ at::Scalar factorOf(const at::Tensor& tensor, const c10d::ReduceOp& op, const ch
 bool isFactorOnDevice(const c10d::ReduceOp& op);
 // The tensor's contribution to a reduction: itself, or with PREMUL_SUM its product with the factor.
 Flat premultiplied(const at::Tensor& tensor, const c10d::ReduceOp& op, const char* operation);
+std::vector<Flat> premultipliedAll(const std::vector<at::Tensor>& tensors, const c10d::ReduceOp& op,
+                                   const char* operation);
+
+// The only tensor, or list, of this rank: c10d passes lists, for backends with several devices.
+const at::Tensor& onlyTensor(const std::vector<at::Tensor>& tensors, const char* operation);
+const std::vector<at::Tensor>& onlyList(const std::vector<std::vector<at::Tensor>>& lists,
+                                        const char* operation);
+bool isRoot(int64_t root, int64_t rootTensor, int size);  // of a group of that size
+int rootOf(int64_t root, int64_t rootTensor, int size, const char* operation);
+// Whether there is one list, of a tensor for each rank, all as large as `like`.
+bool isListFor(const std::vector<std::vector<at::Tensor>>& lists, const at::Tensor& like, int size);
+std::vector<size_t> bytesOfEach(const std::vector<at::Tensor>& tensors);
 
 std::string sizesOf(const at::Tensor& tensor);
 void checkSameType(const at::Tensor& output, const at::Tensor& input, const char* operation);

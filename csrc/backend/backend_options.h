@@ -8,8 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "backend/device/stream_settings.h"
 #include "backend/merge_store.h"
+#include "backend/stream_settings.h"
 #include "engine/engine.h"
 #include "engine/env.h"
 #include "group/group_env.h"
@@ -29,7 +29,8 @@ struct BackendOptions {
   StreamSettings streams;
   bool blockingWait = false;  // wait() for tensors of a device waits on the host for the outputs
   at::Tensor activeRanks;     // int32, 1 for each active rank; the caller's own when one was given
-  int capacity = 0;           // ranks that the group may grow to; 0: its size
+  bool readsActiveRanks = false;  // the program has given them
+  int capacity = 0;               // ranks that the group may grow to; 0: its size
   // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
   // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
   std::shared_ptr<Engine> engine;

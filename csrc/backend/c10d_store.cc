@@ -14,11 +14,14 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/backoff.h"
+
 namespace mooncake {
 namespace {
 
 // Between two looks at keys that are not there yet: an eighth of the time waited so far, so that a
-// store that serves many ranks is asked seldom, and at least and at most this.
+// store that serves many ranks is asked seldom, and at least and at most this. Also the bounds of the
+// pause before an append is repeated that other ranks have overtaken.
 constexpr auto kLeastPause = std::chrono::milliseconds(1);
 constexpr auto kMostPause = std::chrono::milliseconds(100);
 
@@ -40,6 +43,11 @@ auto guarded(const char* what, Call&& call) -> decltype(call()) {
     text = text.substr(0, text.find('\n'));  // without the stack
     return Error{ErrorCode::kSystem, std::string("the c10d store failed to ") + what + ": " + text};
   }
+}
+
+std::vector<uint8_t> toVector(ByteView bytes) {
+  const auto* first = reinterpret_cast<const uint8_t*>(bytes.data());
+  return {first, first + bytes.size()};
 }
 
 c10::intrusive_ptr<c10d::Store> withoutPrefixes(c10::intrusive_ptr<c10d::Store> store) {
@@ -93,7 +101,7 @@ Result<bool> C10dStore::check(std::vector<std::string> keys) {
 
 // Asks again and again instead of waiting inside the store: a TCPStore whose wait() ends by its
 // timeout prints warnings, and a look that finds nothing is nothing to warn of. The last key stands
-// for all until it is there: as a rule it is written behind the others.
+// for all until it is there: as a rule it is written behind the other keys.
 Status C10dStore::await(const std::vector<std::string>& keys, Deadline deadline) {
   const auto began = Clock::now();
   for (;;) {
@@ -135,14 +143,35 @@ Status C10dStore::ranksLive() {
 }
 
 Status C10dStore::set(const std::string& key, ByteView value) {
-  const auto* raw = reinterpret_cast<const uint8_t*>(value.data());
-  const Status set =
-      ask("set a key",
-          [store = store_, key, bytes = std::vector<uint8_t>(raw, raw + value.size())]() -> Status {
-            store->set(key, bytes);
-            return {};
-          });
+  const Status set = ask("set a key", [store = store_, key, bytes = toVector(value)]() -> Status {
+    store->set(key, bytes);
+    return {};
+  });
   return noteSilence(set);
+}
+
+Status C10dStore::append(const std::string& key, ByteView value) {
+  const Status appended =
+      ask("append to a key", [store = store_, key, bytes = toVector(value)]() -> Status {
+        if (store->hasExtendedApi()) {
+          store->append(key, bytes);
+          return {};
+        }
+        Clock::duration pause = kLeastPause;
+        std::vector<uint8_t> before, after = bytes;
+        for (bool isFirst = true;; isFirst = false) {
+          std::vector<uint8_t> now = store->compareSet(key, before, after);
+          if (now == after) return {};
+          if (!isFirst) {  // other ranks append, too
+            std::this_thread::sleep_for(jittered(pause));
+            pause = doubled(pause, kMostPause);
+          }
+          before = std::move(now);
+          after = before;
+          after.insert(after.end(), bytes.begin(), bytes.end());
+        }
+      });
+  return noteSilence(appended);
 }
 
 Result<std::vector<Bytes>> C10dStore::get(const std::vector<std::string>& keys, Deadline deadline) {

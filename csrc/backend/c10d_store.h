@@ -16,6 +16,7 @@ class C10dStore final : public Store {
   C10dStore(c10::intrusive_ptr<c10d::Store> store, Deadline until, std::string launcherKey);
 
   Status set(const std::string& key, ByteView value) override;
+  Status append(const std::string& key, ByteView value) override;
   // Also kRefused: a rank has died. It quotes the launcher.
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
   Result<bool> present(const std::string& key) override;

@@ -111,7 +111,7 @@ void Callbacks::State::runNext(std::unique_lock<std::mutex>& lock) {
 void Callbacks::State::runThread(std::unique_lock<std::mutex>& lock) {
   for (;;) {
     while (mayBegin()) runNext(lock);
-    if (idle > 0 || isStopping) break;  // a callback that runs comes back for the others
+    if (idle > 0 || isStopping) break;  // a running thread comes back for queued callbacks
     ++idle;
     changed.wait(lock);
     --idle;

@@ -12,8 +12,7 @@
 
 namespace mooncake {
 
-class MessageStaging;
-class Staging;
+class MessageCopies;
 
 // Blocks between startCoalescing() and endCoalescing(). Each thread has its own: the calls of
 // another thread never land in it.
@@ -28,21 +27,37 @@ class Coalescing {
       at::Tensor tensor;
       int peer;
       int tag;
-      std::shared_ptr<MessageStaging> staging;  // null: the tensor is the program's own
-      size_t place = 0;                         // of its work in `works`; keep() sets it
+      std::shared_ptr<MessageCopies> copies;  // null: the tensor is the program's own
+      size_t place = 0;                       // of its work in `works`; keep() sets it
     };
     std::vector<KeptMessage> messages;
-    std::vector<WorkPtr> works;  // in the order of the calls; null: a kept message
-    std::exception_ptr error;    // the first
-    // Of the calls with tensors of a device, in their order.
-    std::vector<std::shared_ptr<Staging>> stagings;
-    std::vector<at::Tensor> outputs;       // of these calls
-    bool waitsOnHost = false;              // as one of these calls does
+    std::vector<WorkPtr> works;            // in the order of the calls; null: a kept message
+    std::exception_ptr error;              // the first
+    std::shared_ptr<void> devices;         // of the calls with tensors of devices: see DeviceCalls
     std::atomic<bool> isAbandoned{false};  // a thread waited for one of its messages
   };
 
   // Keeps a message for the end of its batch, and returns a work that stands for it.
   static WorkPtr keep(const std::shared_ptr<Batch>& batch, int rank, Batch::KeptMessage message);
+
+  // Runs a call that torch makes within a block. Keeps its error for the end of the block, which
+  // raises it.
+  template <typename Call>
+  WorkPtr within(Call&& call) {
+    const auto batch = current();
+    if (!batch) return call();
+    try {
+      return call();
+    } catch (...) {
+      if (!batch->error) batch->error = std::current_exception();
+      return nullptr;
+    }
+  }
+  // Adds the work of a call to the calling thread's batch, if there is one, and returns it.
+  WorkPtr add(WorkPtr work) {
+    if (const auto batch = current()) batch->works.push_back(work);
+    return work;
+  }
 
   // Begins a block of the calling thread. An earlier one that did not end is dropped.
   void begin();

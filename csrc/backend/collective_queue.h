@@ -25,13 +25,13 @@ namespace mooncake {
 // asynchronous call), or on the thread of somebody who waits.
 //
 // Mode `raise`: a loss ends one operation of the group, on every rank that has lived on. How far a
-// caller had gone on calling others differs from rank to rank: these end here with the same error
-// and take no number of the group's, until a thread that calls them has seen it. So all ranks go on
-// with the first operation that is called afterwards.
+// caller had gone on calling other operations differs from rank to rank: these operations end
+// here with the same error and take no number of the group's, until a thread that calls them has
+// seen it. So all ranks go on with the first operation that is called afterwards.
 //
-// Each operation tells the other ranks how many calls were made since the loss, those that ended
-// with it included. Ranks that go on with different calls differ in it, and the operation ends as a
-// mismatch. acknowledgeLoss() begins the count again, for programs that cannot make as many calls
+// Each operation tells the other ranks how many calls were made since the loss, including calls
+// that ended with it. Ranks that go on with different calls differ in it, and the operation ends as
+// a mismatch. acknowledgeLoss() begins the count again, for programs that cannot make as many calls
 // on all ranks.
 class CollectiveQueue {
  public:
@@ -42,8 +42,8 @@ class CollectiveQueue {
                   std::shared_ptr<CompletionHooks> hooks);
   ~CollectiveQueue();
   // Runs what is left (fail the group first to make that quick) and refuses whatever comes later.
-  // The group may go then; not if false: an operation runs still. Those in help() and await() have
-  // nothing left to wait for, and use nothing but this object, which their Work keeps.
+  // The group may go then; not if false: an operation runs still. Callers in help() and await()
+  // have nothing left to wait for, and use nothing but this object, which their Work keeps.
   bool stop(Deadline deadline);
 
   template <typename R>
@@ -59,7 +59,7 @@ class CollectiveQueue {
   }
 
   // All that wait here run signal handlers meanwhile, and rethrow what these raise. Nobody can say
-  // then how the operation would have ended, here and on the others: the group is over.
+  // then how the operation would have ended, here and on the other ranks: the group is over.
   //
   // Until the work is finished: helps, without a deadline of its own (the operation has one).
   void help(const CollectiveWork& work);
@@ -141,7 +141,7 @@ class CollectiveQueue {
   std::optional<Ending> last_;  // the last loss
   bool isAcknowledged_ = true;  // that one was
   uint64_t era_ = 0;            // losses that were seen or acknowledged
-  uint64_t position_ = 0;       // calls, without those of callbacks
+  uint64_t position_ = 0;       // calls, without callbacks' calls
   uint64_t lossPosition_ = 0;   // of the call that the last loss ended
   std::shared_ptr<Issuers> issuers_ = std::make_shared<Issuers>();  // in this era
   uint64_t lastIssuer_ = 0;                                         // one of them; 0: none

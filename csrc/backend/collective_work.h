@@ -95,7 +95,7 @@ class CollectiveWork : public c10d::Work {
   std::atomic<uint64_t> number_ = 0;
   std::atomic<uint64_t> era_ = 0;  // era of the queue
   uint64_t position_ = 0;          // see CollectiveQueue::number()
-  bool isCounted_ = false;         // the call is one of those that the position counts
+  bool isCounted_ = false;         // the position counts the call
   CalledFrom calledFrom_ = CalledFrom::kProgram;
   // Kept alive here, because a waiting caller may be the last user. Null: the work was made
   // finished.

@@ -17,9 +17,9 @@ class Drain {
   virtual bool drain(Deadline deadline) = 0;
 };
 
-// Has drainAll() know it as long as it lives. A forked child knows only those that it makes.
+// Has drainAll() know it as long as it lives. A forked child knows only the drains that it makes.
 void addDrain(std::weak_ptr<Drain> drain);
-// Returns whether all of them in this process were idle at once before the deadline, except those
+// Returns whether all drains of this process were idle at once before the deadline, except drains
 // that the calling thread works for.
 bool drainAll(Deadline deadline);
 

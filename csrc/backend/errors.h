@@ -9,7 +9,7 @@
 namespace mooncake {
 
 // Translates errors of the core into exceptions of torch and Python. kInvalidArgument becomes
-// ValueError, kUnsupported NotImplementedError. All others become torch.distributed's
+// ValueError, kUnsupported NotImplementedError. All other errors become torch.distributed's
 // DistBackendError (a RuntimeError) or, as a FailureError, a class derived from that.
 [[noreturn]] void throwError(const Error& error);
 void throwIfError(const Status& status);

@@ -80,12 +80,12 @@ std::unique_ptr<Group> Job::makeGroup(GroupOptions options, Deadline deadline) c
 
 void Job::add(const void* group, std::function<void(Farewell::How)> leave) {
   std::lock_guard lock(mutex_);
-  groups_[group] = std::move(leave);
+  groups_.emplace_back(group, std::move(leave));
 }
 
 void Job::remove(const void* group) {
   std::lock_guard lock(mutex_);
-  groups_.erase(group);
+  std::erase_if(groups_, [&](const auto& one) { return one.first == group; });
 }
 
 void Job::leaveOthers(const void* group, Farewell::How how) {

@@ -2,10 +2,11 @@
 
 #include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -21,7 +22,7 @@ namespace mooncake {
 // with the last of them. Errors are thrown.
 class Job {
  public:
-  // `rank` and `size` are those of the group that the job begins with.
+  // `rank` and `size`: in the group that the job begins with.
   Job(int rank, int size, const BackendOptions& options);
 
   // Collective over the job's ranks: makes the engine, unless the options lend one, and the first
@@ -31,7 +32,9 @@ class Job {
   // Collective over the ranks of the new group, which are ranks of this job.
   std::unique_ptr<Group> makeGroup(GroupOptions options, Deadline deadline) const;
 
-  // `leave` is called when other groups of the job leave first; any thread.
+  // `leave` is called when another group of the job leaves first; any thread. Groups leave in the
+  // order of add(), which is the same on all ranks. In another order on each rank, two ranks could
+  // wait for each other in two groups.
   void add(const void* group, std::function<void(Farewell::How)> leave);
   void remove(const void* group);
   void leaveOthers(const void* group, Farewell::How how);
@@ -62,7 +65,7 @@ class Job {
   const std::shared_ptr<Completions> completions_ = std::make_shared<Completions>();
   std::shared_ptr<Membership> membership_;
   std::mutex mutex_;  // guards groups_, also while they leave
-  std::map<const void*, std::function<void(Farewell::How)>> groups_;
+  std::vector<std::pair<const void*, std::function<void(Farewell::How)>>> groups_;
   std::atomic<bool> hasLeft_{false};
 };
 

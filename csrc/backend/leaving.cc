@@ -1,117 +1,108 @@
-// How a group ends on this rank.
-#include "backend/device/recorded_calls.h"
-#include "backend/mooncake_backend.h"
+#include "backend/leaving.h"
+
+#include <chrono>
+#include <string>
+
+#include "backend/device_half.h"
 #include "backend/signals.h"
 #include "base/log.h"
 
 namespace mooncake {
 namespace {
 
-// Whoever runs an operation of a group that has failed ends it at its next look, or copy.
-constexpr auto kToGetOut = std::chrono::seconds(10);
+// Time between two looks whether the other members end, too.
+constexpr auto kLookAtLeavers = std::chrono::milliseconds(10);
 
-// Its destructor never runs.
-template <typename T>
-void leak(T& owner) {
-  new T(std::move(owner));
-}
+Deadline atOnce() { return Deadline::after(Clock::duration::zero()); }
 
 }  // namespace
 
-void MooncakeBackend::shutdown() {
-  if (forkGeneration_ != forkGeneration()) return;
-  if (!job_) return;
-  if (!inOurWorld_) job_->leaveOthers(this, Farewell::How::kDestroyed);
-  if (leaveGroup() && !inOurWorld_) job_->awaitRankZerosExit(*group_);
-  if (!inOurWorld_) job_->sayGoodbye({});
+Leaving::Leaving(LiveGroup& group, DeviceHalf& devices) : group_(group), devices_(devices) {
+  group_.job().add(this, [this](Farewell::How how) { leaveGroup(how); });
 }
 
-bool MooncakeBackend::leaveGroup(Farewell::How how) {
-  if (!group_ || forkGeneration_ != forkGeneration()) return false;
-  std::lock_guard lock(leaveMutex_);
-  const Deadline budget = Deadline::after(options_.env.failureTimeout);
-  const bool usable = group_->usable().ok();
+void Leaving::shutdown() {
+  if (group_.isForkedChild() || !group_.isOpen()) return;
+  Job& job = group_.job();
+  const bool isFirst = !group_.isWithinWorld();
+  if (isFirst) job.leaveOthers(this, Farewell::How::kDestroyed);
+  if (leaveGroup() && isFirst) job.awaitRankZerosExit(group_.group());
+  if (isFirst) job.sayGoodbye({});
+}
+
+// An operation that the other members never call goes on without them when their leave reports have
+// come. If their programs end, no reports come. And they say no goodbye while they wait in another
+// group until this rank leaves that group.
+bool Leaving::drainQueue(Farewell::How how, Deadline budget) {
+  CollectiveQueue& queue = *group_.queue();
+  if (how == Farewell::How::kDestroyed) return queue.drain(budget);
+  while (!queue.drain(budget.earlier(Deadline::after(kLookAtLeavers)))) {
+    if (budget.passed() || group_.group().agent().doAllLeave()) return false;
+  }
+  return true;
+}
+
+bool Leaving::leaveGroup(Farewell::How how) {
+  if (!group_.isOpen() || group_.isForkedChild()) return false;
+  std::lock_guard lock(mutex_);
+  Group& group = group_.group();
+  const Deadline budget = Deadline::after(group_.options().env.failureTimeout);
+  const bool usable = group.usable().ok();
   // A signal handler has interrupted a wait of this thread, which goes on when the handler returns:
   // the handler waits for no operation.
   const bool isInside = Interruptible::isHandling();
-  if (usable && how != Farewell::How::kFailed && !isInside) drainDevice(budget);
-  const bool isIdle = usable && how != Farewell::How::kFailed &&
-                      queue_->drain(isInside ? Deadline::after(Clock::duration::zero()) : budget);
+  if (usable && how != Farewell::How::kFailed && !isInside) devices_.drain(budget);
+  const bool isIdle =
+      usable && how != Farewell::How::kFailed && drainQueue(how, isInside ? atOnce() : budget);
   if (isIdle) {
     if (how == Farewell::How::kDestroyed) {
-      group_->leave(budget);
+      group.leave(budget);
     } else {
-      group_->awaitEnded(budget);
+      group.awaitEnded(budget);
     }
   }
   const Error over{ErrorCode::kAborted,
                    isInside && usable && !isIdle
-                       ? "group '" + options_.groupName + "' on " + group_->nameRank(rank_) +
+                       ? "group '" + group_.options().groupName + "' on " +
+                             group.nameRank(group_.rank()) +
                              " was destroyed by a signal handler, in this operation of it"
-                       : kDestroyed};
-  group_->fail(over);
+                       : LiveGroup::kDestroyed};
+  group.fail(over);
   if (isInside) {
-    messages_->messages().abort(over);
+    group_.messages()->messages().abort(over);
   } else {
-    messages_->stop();
+    group_.messages()->stop();
   }
   return usable;
 }
 
-void MooncakeBackend::close() {
-  if (forkGeneration_ != forkGeneration()) return leakAll();
-  if (!job_) return;
-  job_->remove(this);
+void Leaving::close() {
+  if (group_.isForkedChild()) return group_.leak();
+  if (!group_.isOpen()) return;
+  group_.job().remove(this);
   leaveGroup();
   // The signal handler's own thread may be in a call, and cannot leave it before this returns.
-  if (Interruptible::isHandling() && group_ &&
-      (CollectiveQueue::isCallerInside() || messages_->messages().drivers() > 0)) {
-    if (ownRecordedCalls_) (void)ownRecordedCalls_->stop(Deadline::after(Clock::duration::zero()));
-    return leakAll();
+  if (Interruptible::isHandling() &&
+      (CollectiveQueue::isCallerInside() || group_.messages()->messages().drivers() > 0)) {
+    (void)group_.order().stop(atOnce());
+    return group_.leak();
   }
   // Threads may still be in calls on works of ours. The group has failed: they leave at once.
-  const bool areCallsOver =
-      !ownRecordedCalls_ || ownRecordedCalls_->stop(Deadline::after(kToGetOut));
-  if (group_ && !(areCallsOver && queue_->stop(Deadline::after(kToGetOut)) && messages_->stop())) {
-    log(LogLevel::kError, job_->engine()->logName(), "group '", options_.groupName,
-        "' was destroyed while a thread is in an operation of it, which it does not leave: the "
-        "group's memory and threads are kept until the process ends");
-    return leakAll();
-  }
-  recordedCalls_ = nullptr;
-  ownRecordedCalls_.reset();
-  queue_.reset();
-  messages_.reset();
-  group_.reset();
-  completions_.reset();
-  job_.reset();
-  options_.engine.reset();
+  if (group_.stop()) return group_.drop();
+  log(LogLevel::kError, group_.job().engine()->logName(), "group '", group_.options().groupName,
+      "' was destroyed while a thread is in an operation of it, which it does not leave: the "
+      "group's memory and threads are kept until the process ends");
+  group_.leak();
 }
 
-void MooncakeBackend::leakAll() {
-  leak(ownRecordedCalls_);
-  leak(queue_);
-  leak(messages_);
-  leak(group_);
-  leak(completions_);
-  leak(job_);
-}
-
-void MooncakeBackend::leaveJob(const Farewell& farewell) {
-  if (!job_ || forkGeneration_ != forkGeneration()) return;
-  job_->leaveOthers(this, farewell.how);
+void Leaving::leaveJob(const Farewell& farewell) {
+  if (!group_.isOpen() || group_.isForkedChild()) return;
+  group_.job().leaveOthers(this, farewell.how);
   leaveGroup(farewell.how);
-  job_->sayGoodbye(farewell);
-  if (ownRecordedCalls_) (void)ownRecordedCalls_->stop(Deadline::after(kToGetOut));
+  group_.job().sayGoodbye(farewell);
+  (void)group_.order().stop(Deadline::after(LiveGroup::kToGetOut));
   // A thread that asks for Python's lock while Python ends is ended by it, and the process with it.
-  completions_->drain(Deadline::after(options_.env.failureTimeout));
-}
-
-void MooncakeBackend::abort() {
-  refuseInForkedChild();
-  runAbortHooks();
-  group_->fail({ErrorCode::kAborted, "the process group was aborted"});
-  messages_->messages().abort({ErrorCode::kAborted, "the process group was aborted"});
+  group_.completions()->drain(Deadline::after(group_.options().env.failureTimeout));
 }
 
 }  // namespace mooncake

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/rank_list.h"
+
 namespace mooncake {
 namespace {
 
@@ -12,7 +14,7 @@ constexpr uint32_t kVersion = 1;
 constexpr uint32_t kMostMembers = 4096;
 constexpr size_t kMostLost = 512;
 
-// Interval between two looks at the lists of the others.
+// Interval between two looks at the lists of the other ranks.
 constexpr auto kLook = std::chrono::milliseconds(300);
 
 std::string keyOf(int rank) { return "mooncake/merge/" + std::to_string(rank); }
@@ -59,11 +61,11 @@ Result<std::vector<Bytes>> MergeStore::get(const std::vector<std::string>& keys,
 Status MergeStore::canBeComplete() {
   MOONCAKE_TRY(say());
   MOONCAKE_TRY(hear());
-  std::string lost;
+  RankTexts lost;
   size_t left = 0;
   for (const auto& [id, how] : known_) {
     left += how.empty();
-    if (!how.empty()) lost += (lost.empty() ? "" : ", ") + how;
+    if (!how.empty()) lost.add(0, how);
   }
   const bool hasLostCaller =
       std::ranges::any_of(callers_, [this](const EngineId& id) { return !known_[id].empty(); });
@@ -71,7 +73,8 @@ Status MergeStore::canBeComplete() {
   const bool areTooFew = known_.size() >= size_t(size_) && left < size_t(size_);
   if (!hasLostCaller && !areTooFew) return {};
   return {ErrorCode::kRefused,
-          "merge_remote_group of " + std::to_string(size_) + " ranks cannot be complete: " + lost +
+          "merge_remote_group of " + std::to_string(size_) + " ranks cannot be complete: " +
+              lost.join(", ", [](const auto&, const std::string& how) { return how; }) +
               (lost.empty() ? "" : "; ") + std::to_string(left) +
               " of the ranks that can join are "
               "left. Call it again with their number and a new store, or a new prefix in it"};

@@ -29,6 +29,9 @@ class MergeStore final : public Store {
       : store_(store), rank_(rank), size_(size), members_(std::move(members)) {}
 
   Status set(const std::string& key, ByteView value) override { return store_.set(key, value); }
+  Status append(const std::string& key, ByteView value) override {
+    return store_.append(key, value);
+  }
   // kRefused: the merge cannot be complete. The error names the lost ranks.
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
   Result<bool> present(const std::string& key) override { return store_.present(key); }

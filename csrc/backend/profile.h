@@ -5,7 +5,6 @@
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 
 namespace mooncake {
 
@@ -19,6 +18,7 @@ struct Profile {
   const char* title() const { return name.empty() ? nullptr : name.c_str(); }
 };
 
-Profile profileOf(const std::string& backend, c10d::OpType type, at::TensorList inputs);
+// `event`: the name that torch's own backends use, because tools that read traces look for it.
+Profile profileOf(const std::string& backend, const char* event, at::TensorList inputs);
 
 }  // namespace mooncake

@@ -17,7 +17,7 @@ struct RankEvidence {
   std::chrono::steady_clock::time_point when;
 };
 
-// Returns the evidence about ranks of the group, in rank order: our own, and that of peers.
+// Returns the evidence about ranks of the group, in rank order: our own, and the peers'.
 // `jobRank` returns the global rank of a rank of the group.
 std::vector<RankEvidence> evidenceIn(const Group& group, const std::function<int(int)>& jobRank);
 

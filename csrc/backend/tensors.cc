@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/hash.h"
 #include "collectives/buffers.h"
 
 namespace mooncake {
@@ -279,7 +280,7 @@ FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
     // Hash of the places of the short tensors in the list. As buffers they come after all long
     // ones, and a list in another order is another call.
     uint32_t places = 1;
-    for (const size_t member : members) places = hashOn(places, member);
+    for (const size_t member : members) places = fnv1a({member}, places);
     if (members.size() == 1) {
       const bool isAlone = flats_.size() == 1;  // the same call as for a tensor without a list
       buffers_.push_back({flats_[members[0]].place(), dtype, isAlone ? 0 : places});
@@ -290,7 +291,7 @@ FlatList::FlatList(std::vector<Flat> flats, int rows, bool isShort)
     bundles_.push_back({at::empty({bytes}, at::kByte), std::move(members)});
     uint32_t lengths = places;
     for (const size_t member : bundles_.back().members)
-      lengths = hashOn(lengths, flats_[member].place().size());
+      lengths = fnv1a({flats_[member].place().size()}, lengths);
     buffers_.push_back({bytesOf(bundles_.back().bytes), dtype, lengths});
   }
 }

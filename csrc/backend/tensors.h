@@ -97,7 +97,7 @@ Flat outputBeside(const at::Tensor& output, std::span<const Flat> inputs);
 void keepApart(std::vector<Flat>& flats);
 
 // Several tensors of one operation, as few buffers. Tensors that are too short to be fetched one by
-// one are packed with others of their type into one copy.
+// one are packed with other tensors of their type into one copy.
 class FlatList {
  public:
   // Each tensor has `rows` rows of the same length. The length of a row decides whether a tensor is

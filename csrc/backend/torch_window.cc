@@ -10,6 +10,8 @@
 namespace mooncake {
 namespace {
 
+constexpr CollectiveKind kWindowCall{c10d::OpType::UNKNOWN, "a call of a window", nullptr};
+
 RmaWindow::Given givenOf(const at::Tensor& tensor) {
   throwIfError(checkTensor(tensor, "the tensor of a window"));
   if (!tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg())
@@ -22,18 +24,9 @@ RmaWindow::Given givenOf(const at::Tensor& tensor) {
 
 }  // namespace
 
-c10::intrusive_ptr<c10d::Window> MooncakeBackend::new_window(
-    const std::optional<at::Tensor>& tensor) {
-  refuseInForkedChild();
-  throwIfError(group_->usable());
-  auto window = c10::make_intrusive<TorchWindow>(*this);
-  if (tensor) window->tensor_register(*tensor, true);
-  return window;
-}
-
 TorchWindow::TorchWindow(MooncakeBackend& backend)
     : backend_(c10::intrusive_ptr<MooncakeBackend>::reclaim_copy(&backend)),
-      messages_(backend.messages_),
+      messages_(backend.group().messages()),
       size_(backend.getSize()) {}
 
 // A forked child leaks its members: a thread of the parent may hold their locks for ever.
@@ -56,15 +49,16 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
           "window");
   }
   Registered made{tensor, nullptr};
-  const auto run = [&made, given = std::move(given), dtype, group = group.get(),
-                    timeout = group->effective(c10d::kUnsetTimeout)]() -> Status {
-    auto window = RmaWindow::open(*group->group_, group->messages_->messages(), given, dtype,
+  LiveGroup& ours = group->group();
+  const auto run = [&made, &ours, given = std::move(given), dtype,
+                    timeout = ours.effective(c10d::kUnsetTimeout)](InputFeed*) -> Status {
+    auto window = RmaWindow::open(ours.group(), ours.messages()->messages(), given, dtype,
                                   Deadline::after(timeout));
     if (!window.ok()) return window.error();
     made.window = std::move(*window);
     return {};
   };
-  group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
+  group->host().submit({.kind = &kWindowCall, .isAsync = false}, run)->wait(kNoTimeout);
   throwIfError(messages_->watch());
   std::lock_guard lock(mutex_);
   registered_ = std::move(made);
@@ -73,10 +67,11 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
 void TorchWindow::tensor_deregister() {
   const auto group = backend("tensor_deregister");
   const auto window = registered("tensor_deregister").window;
-  const auto run = [group = group.get(), window, timeout = group->effective(c10d::kUnsetTimeout)] {
-    return window->close(*group->group_, Deadline::after(timeout));
+  LiveGroup& ours = group->group();
+  const auto run = [&ours, window, timeout = ours.effective(c10d::kUnsetTimeout)](InputFeed*) {
+    return window->close(ours.group(), Deadline::after(timeout));
   };
-  group->submit(c10d::OpType::UNKNOWN, {}, {}, /*async=*/false, run)->wait(kNoTimeout);
+  group->host().submit({.kind = &kWindowCall, .isAsync = false}, run)->wait(kNoTimeout);
   Registered ended;  // destroyed without the lock: a tensor's end may wait for Python's lock
   std::lock_guard lock(mutex_);
   std::swap(registered_, ended);
@@ -86,11 +81,12 @@ void TorchWindow::tensor_deregister() {
 template <typename Post>
 TorchWindow::WorkPtr TorchWindow::start(MooncakeBackend& group, bool async,
                                         std::shared_ptr<MessageMemory> memory, Post&& post) {
-  const uint64_t key = group.hooks_->newKey();
-  const std::shared_ptr<Message> message = post(group.tellingOf(key));
-  auto work = c10::make_intrusive<MessageWork>(group.getRank(), group.options_.capacity,
-                                               c10d::OpType::UNKNOWN, messages_, message,
-                                               std::move(memory), Profile(), key);
+  LiveGroup& ours = group.group();
+  const uint64_t key = ours.hooks()->newKey();
+  const std::shared_ptr<Message> message = post(group.messages().tellingOf(key));
+  auto work =
+      c10::make_intrusive<MessageWork>(ours.rank(), ours.options().capacity, c10d::OpType::UNKNOWN,
+                                       messages_, message, std::move(memory), Profile(), key);
   if (!async) {
     work->wait(kNoTimeout);
   } else if (!work->finished()) {
@@ -117,10 +113,11 @@ TorchWindow::WorkPtr TorchWindow::put(const at::Tensor& tensor, int64_t dstRank,
   if (targetOffsetNelems < 0 || __builtin_mul_overflow(uint64_t(targetOffsetNelems),
                                                        uint64_t(tensor.element_size()), &offset))
     refuse("put: an offset of " + std::to_string(targetOffsetNelems) + " elements");
-  const auto source = group->memoryOf(tensor);
+  const auto source = group->messages().memoryOf(tensor);
   return start(*group, asyncOp, source, [&](PointToPoint::OnDone onDone) {
-    return orThrow(there.window->put(source->bytes(), to, offset, group->deadline(opts.timeout),
-                                     std::move(onDone), source));
+    return orThrow(there.window->put(source->bytes(), to, offset,
+                                     group->group().deadline(opts.timeout), std::move(onDone),
+                                     source));
   });
 }
 
@@ -130,7 +127,7 @@ TorchWindow::WorkPtr TorchWindow::signal(int64_t peerRank, bool asyncOp,
   const int to = checkedRank("signal", peerRank);
   const auto window = registered("signal").window;
   return start(*group, asyncOp, nullptr, [&](PointToPoint::OnDone onDone) {
-    return orThrow(window->signal(to, group->deadline(opts.timeout), std::move(onDone)));
+    return orThrow(window->signal(to, group->group().deadline(opts.timeout), std::move(onDone)));
   });
 }
 
@@ -140,7 +137,7 @@ TorchWindow::WorkPtr TorchWindow::wait_signal(int64_t peerRank, bool asyncOp,
   const int from = checkedRank("wait_signal", peerRank);
   const auto window = registered("wait_signal").window;
   return start(*group, asyncOp, nullptr, [&](PointToPoint::OnDone onDone) {
-    return window->awaitSignal(from, group->deadline(opts.timeout), std::move(onDone));
+    return window->awaitSignal(from, group->group().deadline(opts.timeout), std::move(onDone));
   });
 }
 
@@ -152,7 +149,7 @@ at::Tensor TorchWindow::map_remote_tensor(int64_t rank) {
   if (window->mapped(of).data() == nullptr) {
     throwError({ErrorCode::kUnsupported,
                 "map_remote_tensor: the tensor of rank " + std::to_string(of) +
-                    " is not mapped here (transport " + group->transportTo(of) +
+                    " is not mapped here (transport " + group->facts().transportTo(of) +
                     "). Ranks of one host can map tensors that the backend's allocate_tensor() "
                     "made: register one of these there. Else use put()"});
   }
@@ -170,8 +167,8 @@ c10::intrusive_ptr<MooncakeBackend> TorchWindow::backend(const char* call) const
   auto backend = backend_.lock();
   if (!backend)
     throwError({ErrorCode::kAborted, std::string(call) + ": the window's group was destroyed"});
-  backend->refuseInForkedChild();
-  throwIfError(backend->group_->usable());
+  backend->group().refuseInForkedChild();
+  throwIfError(backend->group().group().usable());
   return backend;
 }
 

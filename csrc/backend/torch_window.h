@@ -35,7 +35,7 @@ class TorchWindow final : public c10d::Window {
 
  private:
   // The window and its tensor, copied together: a call uses the pair that it has checked. The
-  // members are destroyed in reverse order: first the window, which others put into, then its
+  // members are destroyed in reverse order: first the window, which other ranks put into, then its
   // memory.
   struct Registered {
     at::Tensor tensor;

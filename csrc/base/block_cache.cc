@@ -19,7 +19,7 @@ BlockCache::~BlockCache() {
 std::shared_ptr<std::byte> BlockCache::take(size_t bytes) {
   Block block{nullptr, 0};
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     auto best = idle_.end();
     for (auto it = idle_.begin(); it != idle_.end(); ++it) {
       const bool fits = it->bytes >= bytes && it->bytes / 2 <= roundedUp(bytes);
@@ -38,14 +38,14 @@ std::shared_ptr<std::byte> BlockCache::take(size_t bytes) {
 }
 
 size_t BlockCache::idleBytes() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return idleBytes_;
 }
 
 void BlockCache::giveBack(Block block) {
   std::list<Block> freed;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     idle_.push_back(block);
     idleBytes_ += block.bytes;
     freed = takeSurplus();
@@ -56,7 +56,7 @@ void BlockCache::giveBack(Block block) {
 void BlockCache::close() {
   std::list<Block> freed;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     mostIdle_ = 0;
     freed = takeSurplus();
   }

@@ -3,7 +3,8 @@
 #include <cstddef>
 #include <list>
 #include <memory>
-#include <mutex>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -12,8 +13,8 @@ namespace mooncake {
 // as writing them. Thread-safe.
 class BlockCache : public std::enable_shared_from_this<BlockCache> {
  public:
-  // `mostIdle`: bytes that the cache keeps at most. Beyond them it frees those that were given back
-  // first.
+  // `mostIdle`: bytes that the cache keeps at most. Beyond them it frees the blocks that were given
+  // back first.
   static std::shared_ptr<BlockCache> make(size_t mostIdle) {
     return std::shared_ptr<BlockCache>(new BlockCache(mostIdle));
   }
@@ -22,7 +23,7 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
   BlockCache& operator=(const BlockCache&) = delete;
 
   // At least this many bytes, with undefined contents. They come back with their last reference,
-  // which may outlive all others of the cache. Null: there is no memory.
+  // which may outlive all other references to the cache. Null: there is no memory.
   std::shared_ptr<std::byte> take(size_t bytes);
   size_t idleBytes() const;
   // Frees the idle blocks. From now on a block that comes back is freed at once.
@@ -34,16 +35,16 @@ class BlockCache : public std::enable_shared_from_this<BlockCache> {
     size_t bytes;
   };
   explicit BlockCache(size_t mostIdle) : mostIdle_(mostIdle) {}
-  void giveBack(Block block);
-  // Removes idle blocks beyond the limit, those given back first. With the mutex held.
-  std::list<Block> takeSurplus();
+  void giveBack(Block block) EXCLUDES(mutex_);
+  // Removes idle blocks beyond the limit, the longest idle first.
+  std::list<Block> takeSurplus() REQUIRES(mutex_);
   static Block map(size_t bytes);
   static void unmap(const Block& block);
 
-  mutable std::mutex mutex_;  // guards all below
-  size_t mostIdle_;
-  std::list<Block> idle_;  // given back last: at the back
-  size_t idleBytes_ = 0;
+  mutable Mutex mutex_;
+  size_t mostIdle_ GUARDED_BY(mutex_);
+  std::list<Block> idle_ GUARDED_BY(mutex_);  // given back last: at the back
+  size_t idleBytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake

@@ -4,11 +4,11 @@
 #include <cstdlib>
 #include <dlfcn.h>
 #include <link.h>
-#include <mutex>
 #include <sys/random.h>
 #include <vector>
 
 #include "base/log.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -64,9 +64,10 @@ const unsigned char* raw(ByteView bytes) {
 }  // namespace
 
 Result<std::shared_ptr<const Crypto>> Crypto::load() {
-  static std::mutex mutex;
-  static std::shared_ptr<const Crypto> loaded;  // stays loaded until the process ends
-  std::lock_guard lock(mutex);
+  static Mutex mutex;
+  // Stays loaded until the process ends.
+  static std::shared_ptr<const Crypto> loaded GUARDED_BY(mutex);
+  Lock lock(mutex);
   if (loaded) return loaded;
   std::string tried;
   for (const std::string& path : candidates()) {

@@ -7,11 +7,11 @@
 
 namespace mooncake {
 
-std::recursive_mutex& environmentMutex() {
-  alignas(std::recursive_mutex) static std::byte memory[sizeof(std::recursive_mutex)];
+RecursiveMutex& environmentMutex() {
+  alignas(RecursiveMutex) static std::byte memory[sizeof(RecursiveMutex)];
   static auto* const made = [] {
-    ::pthread_atfork(nullptr, nullptr, [] { new (memory) std::recursive_mutex; });
-    return new (memory) std::recursive_mutex;
+    ::pthread_atfork(nullptr, nullptr, [] { new (memory) RecursiveMutex; });
+    return new (memory) RecursiveMutex;
   }();
   return *made;
 }

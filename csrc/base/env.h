@@ -2,13 +2,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/result.h"
 
 // Tables of environment variables. The room that uses a variable has it in a table of its own, and
@@ -34,11 +34,11 @@ struct EnvEntry {
 // Held while we read the process's environment, and while a library that may change it starts: a
 // string that setenv() frees may still be read by another thread. Recursive, because the log reads
 // its own level. In a forked child it is free, even if another thread held it at the fork.
-std::recursive_mutex& environmentMutex();
+RecursiveMutex& environmentMutex();
 
 // Returns the value of a variable. None if it is not set, or empty: launchers often pass a variable
 // that they lack as "". The caller holds environmentMutex() as long as it uses the value.
-std::optional<std::string_view> envValue(const char* name);
+std::optional<std::string_view> envValue(const char* name) REQUIRES(environmentMutex());
 // The error for a value that is not allowed: names the variable, the value unless it is secret, and
 // the allowed values.
 Error notAllowed(const EnvVariable& variable, std::string_view value, bool isSecret,
@@ -47,7 +47,7 @@ Error notAllowed(const EnvVariable& variable, std::string_view value, bool isSec
 // Reads the variables of a table. kInvalidArgument: the first one that is not valid.
 template <typename Settings, size_t kCount>
 Result<Settings> readEnv(const EnvEntry<Settings> (&table)[kCount]) {
-  std::lock_guard lock(environmentMutex());
+  Guard lock(environmentMutex());
   Settings settings;
   for (const EnvEntry<Settings>& entry : table) {
     const auto value = envValue(entry.variable.name);

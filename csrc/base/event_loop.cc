@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <future>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -44,7 +45,7 @@ EventLoop::~EventLoop() { stop(); }
 void EventLoop::stop() {
   if (!thread_.joinable()) return;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     stopping_ = true;
   }
   wake();
@@ -53,7 +54,7 @@ void EventLoop::stop() {
 
 Status EventLoop::add(int fd, uint32_t events, Handler handler) {
   auto shared = std::make_shared<Handler>(std::move(handler));
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (++lastToken_ == kWakeToken) ++lastToken_;
   // Both under the lock: an event that comes at once finds its handler.
   epoll_event event = eventFor(fd, lastToken_, events);
@@ -65,7 +66,7 @@ Status EventLoop::add(int fd, uint32_t events, Handler handler) {
 }
 
 Status EventLoop::modify(int fd, uint32_t events) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = handlers_.find(fd);
   if (found == handlers_.end()) {
     return {ErrorCode::kInvalidArgument,
@@ -80,7 +81,7 @@ Status EventLoop::modify(int fd, uint32_t events) {
 
 void EventLoop::remove(int fd) {
   std::shared_ptr<Handler> handler;  // destroyed after the unlock: it may own anything
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   const auto found = handlers_.find(fd);
   if (found == handlers_.end()) return;
   const uint32_t token = found->second.token;
@@ -89,24 +90,34 @@ void EventLoop::remove(int fd) {
   // Fails if the descriptor is closed; then it is out of the set already.
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr);
   if (onLoopThread()) return;
-  handlerDone_.wait(lock, [&] { return running_ != token; });
+  handlerDone_.wait(mutex_, [&]() REQUIRES(mutex_) { return running_ != token; });
 }
 
 void EventLoop::post(Task task) {
   bool isFirst;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isFirst = tasks_.empty();
     tasks_.push_back(std::move(task));
   }
   if (isFirst) wake();
 }
 
+void EventLoop::runAndWait(const Task& task) {
+  if (onLoopThread()) return task();
+  const auto done = std::make_shared<std::promise<void>>();
+  post([done, task] {
+    task();
+    done->set_value();
+  });
+  done->get_future().wait();
+}
+
 EventLoop::TimerId EventLoop::runAt(Deadline when, Task task) {
   bool isFirst;
   TimerId timer;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     timer = ++lastTimer_;
     const auto added = timers_.emplace(std::pair(when.when(), timer), std::move(task)).first;
     isFirst = added == timers_.begin();
@@ -117,7 +128,7 @@ EventLoop::TimerId EventLoop::runAt(Deadline when, Task task) {
 
 void EventLoop::cancel(TimerId timer) {
   Task task;  // destroyed after the unlock: it may own anything
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = std::find_if(timers_.begin(), timers_.end(),
                                   [&](const auto& entry) { return entry.first.second == timer; });
   if (found == timers_.end()) return;
@@ -127,7 +138,7 @@ void EventLoop::cancel(TimerId timer) {
 
 // Timeout for epoll_wait; -1 without a timer.
 int EventLoop::millisecondsToFirstTimer() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (timers_.empty()) return -1;
   const auto left = timers_.begin()->first.first - Clock::now();
   constexpr std::chrono::milliseconds kMost = std::chrono::hours(1);
@@ -141,7 +152,7 @@ void EventLoop::runTimers() {
   for (;;) {
     Task task;
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       if (timers_.empty() || timers_.begin()->first.first > now) return;
       task = std::move(timers_.extract(timers_.begin()).mapped());
     }
@@ -178,7 +189,7 @@ void EventLoop::run() {
     uint64_t wakes;
     [[maybe_unused]] const auto got = ::read(wake_.get(), &wakes, sizeof(wakes));
     runTasks(scratch);
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (stopping_ && tasks_.empty()) return;
   }
 }
@@ -186,7 +197,7 @@ void EventLoop::run() {
 void EventLoop::dispatch(int fd, uint32_t token, uint32_t events) {
   std::shared_ptr<Handler> handler;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     const auto found = handlers_.find(fd);
     if (found == handlers_.end() || found->second.token != token)
       return;  // removed since epoll_wait
@@ -197,7 +208,7 @@ void EventLoop::dispatch(int fd, uint32_t token, uint32_t events) {
   handler.reset();  // before remove() returns: its caller may then destroy objects that the
                     // handler refers to
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     running_ = 0;
   }
   handlerDone_.notify_all();
@@ -205,7 +216,7 @@ void EventLoop::dispatch(int fd, uint32_t token, uint32_t events) {
 
 void EventLoop::runTasks(std::vector<Task>& scratch) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     scratch.swap(tasks_);
   }
   for (Task& task : scratch) {

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -13,14 +11,15 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/result.h"
 
 namespace mooncake {
 
 // A thread around epoll (level-triggered). Handlers run on the loop's thread, one at a time. A
 // handler is called with the events that are pending (EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP).
-// Signals are blocked on the thread (all but those of a crash), so that it never runs a signal
-// handler of the application.
+// Signals are blocked on the thread (all but the signals of a crash), so that it never runs a
+// signal handler of the application.
 class EventLoop {
  public:
   using Handler = std::function<void(uint32_t events)>;
@@ -41,6 +40,8 @@ class EventLoop {
   void remove(int fd);
   // Runs the task on the loop's thread as soon as the thread is free, in the order of posting.
   void post(Task task);
+  // The same, and returns when the task has run. On the loop's thread the task runs at once.
+  void runAndWait(const Task& task);
   // Any thread. Runs the task on the loop's thread once the deadline has passed, to the ms.
   using TimerId = uint64_t;
   TimerId runAt(Deadline when, Task task);
@@ -58,25 +59,25 @@ class EventLoop {
   };
 
   EventLoop() = default;
-  void run();
-  void dispatch(int fd, uint32_t token, uint32_t events);
-  void runTasks(std::vector<Task>& scratch);
-  int millisecondsToFirstTimer();
+  void run() EXCLUDES(mutex_);
+  void dispatch(int fd, uint32_t token, uint32_t events) EXCLUDES(mutex_);
+  void runTasks(std::vector<Task>& scratch) EXCLUDES(mutex_);
+  int millisecondsToFirstTimer() EXCLUDES(mutex_);
   void runTimers();
   void wake();
 
   Fd epoll_;
   Fd wake_;
   std::thread thread_;
-  std::mutex mutex_;                     // guards all below
-  std::condition_variable handlerDone_;  // running_ has changed
-  std::unordered_map<int, Registration> handlers_;
-  std::vector<Task> tasks_;
-  std::map<std::pair<Clock::time_point, TimerId>, Task> timers_;
-  TimerId lastTimer_ = 0;
-  uint32_t lastToken_ = 0;
-  uint32_t running_ = 0;  // token of the handler that runs now, else 0
-  bool stopping_ = false;
+  Mutex mutex_;
+  Condition handlerDone_;  // running_ has changed
+  std::unordered_map<int, Registration> handlers_ GUARDED_BY(mutex_);
+  std::vector<Task> tasks_ GUARDED_BY(mutex_);
+  std::map<std::pair<Clock::time_point, TimerId>, Task> timers_ GUARDED_BY(mutex_);
+  TimerId lastTimer_ GUARDED_BY(mutex_) = 0;
+  uint32_t lastToken_ GUARDED_BY(mutex_) = 0;
+  uint32_t running_ GUARDED_BY(mutex_) = 0;  // token of the handler that runs now, else 0
+  bool stopping_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake

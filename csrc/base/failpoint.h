@@ -28,7 +28,7 @@ inline void failpoint(const char* name) {
 void armFailpoint(std::string_view name, uint32_t nth, FailpointAction action,
                   uint32_t delayMilliseconds = 0);
 // `observer` is called at every failpoint while they are on, by the passing thread. Set it before
-// those threads start.
+// these threads start.
 void observeFailpoints(void (*observer)(const char* name));
 
 }  // namespace mooncake

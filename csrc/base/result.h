@@ -23,7 +23,7 @@ enum class ErrorCode {
   kProtocol,         // a peer sent bytes that do not decode
   kInterrupted,      // this attempt is over; the flush decides how the operation goes on
   kInputsLost,       // like kPeerLost, but the operation has already overwritten its input
-  kEvicted,          // the others go on without this rank, for good
+  kEvicted,          // the other ranks go on without this one, for good
   kMinority,         // too few are left on this side of a partition to go on
 };
 constexpr ErrorCode kLastErrorCode = ErrorCode::kMinority;

@@ -6,7 +6,8 @@
 namespace mooncake {
 
 // Restores the program's signal handlers when it goes out of scope, because a library that we open
-// may replace them. Example: libpsm2, a dependency of Debian's libfabric, takes those of crashes.
+// may replace them. Example: libpsm2, a dependency of Debian's libfabric, takes the signals of
+// crashes.
 class KeptSignalHandlers {
  public:
   KeptSignalHandlers() {

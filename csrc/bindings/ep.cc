@@ -13,14 +13,12 @@
 
 #include "backend/arguments.h"
 #include "backend/backend_env.h"
-#include "backend/ep_buffer.h"
-#include "backend/ep_normal.h"
-#include "backend/ep_tensors.h"
+#include "backend/experts/ep_buffer.h"
 #include "backend/mooncake_backend.h"
 #include "base/log.h"
 #include "base/thread.h"
 #include "bindings/capture.h"
-#include "bindings/ep_tokens.h"
+#include "bindings/ep_normal.h"
 #include "bindings/transfer.h"
 #include "ep/own_job.h"
 
@@ -77,26 +75,28 @@ const MooncakeBackend& backendOfOurs(const c10d::Backend& backend) {
 }
 
 // The ranks exchange keys and addresses through the Python function.
-std::unique_ptr<Group> makeGroupOfOwnJob(ep::OwnJobOptions options, const Exchange& exchange,
-                                         const std::optional<InnerTransferEngine>& engine,
-                                         Deadline deadline) {
-  if (engine) options.lent = lendForJob(*engine, options.lentKey);
-  auto job = orThrow(ep::OwnJob::prepare(std::move(options)));
-  const auto proposals = exchange(toPython(job.proposedKey()));
-  const auto meet = [&](const Bytes& mine) -> Result<std::vector<Bytes>> {
+ep::ByteExchange exchangeBy(const Exchange& exchange) {
+  return [&exchange](const Bytes& mine) -> Result<std::vector<Bytes>> {
     py::gil_scoped_acquire locked;
     try {
       std::vector<Bytes> all;
       for (const py::bytes& one : exchange(toPython(mine))) all.push_back(toBytes(one));
       return all;
-    } catch (const std::exception& error) {
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
       return Error{ErrorCode::kSystem,
                    std::string("the exchange of addresses failed: ") + error.what()};
     }
   };
-  Bytes first = proposals.empty() ? Bytes() : toBytes(proposals.front());
-  py::gil_scoped_release unlocked;
-  return orThrow(job.begin(std::move(first), meet, deadline));
+}
+
+// An engine that cannot be lent is an error of all ranks.
+void lend(const InnerTransferEngine& engine, ep::OwnJobOptions& job) {
+  try {
+    job.lent = lendForJob(engine, job.lentKey);
+  } catch (const py::value_error& error) {
+    job.ready = {ErrorCode::kInvalidArgument, error.what()};
+  }
 }
 
 std::unique_ptr<EpBuffer> makeBuffer(
@@ -104,10 +104,11 @@ std::unique_ptr<EpBuffer> makeBuffer(
     const std::optional<c10::intrusive_ptr<c10d::Backend>>& backend, const Exchange& exchange,
     const std::string& routeHint, bool renormalizes, bool raises,
     const std::optional<InnerTransferEngine>& engine, const std::vector<std::string>& devices,
-    bool hasResults) {
+    bool hasResults, const EpBuffer* beside, size_t bytesBeside) {
   refuseCaptureOfConstruction("the construction of a Buffer cannot be recorded");
   const Deadline deadline = EpBuffer::deadlineIn(timeout);
-  const auto env = orThrow(BackendEnv::read());
+  const auto read = BackendEnv::read();
+  const BackendEnv env = exchange && !beside && !read.ok() ? BackendEnv() : orThrow(read);
   std::unique_ptr<Group> group;
   std::shared_ptr<EpKernels> kernels;
   std::shared_ptr<TokenKernels> tokens;
@@ -124,13 +125,17 @@ std::unique_ptr<EpBuffer> makeBuffer(
       tokens = makeTokenKernels(ours, bytes, {.timeout = limit, .blocks = env.blockingWait});
     }
   } else if (exchange) {
-    group = makeGroupOfOwnJob({.rank = rank,
-                               .size = size,
-                               .bytes = bytes,
-                               .raises = raises,
-                               .routeHint = routeHint,
-                               .devices = devices},
-                              exchange, engine, deadline);
+    ep::OwnJobOptions job{.rank = rank,
+                          .size = size,
+                          .bytes = bytes + bytesBeside,
+                          .raises = raises,
+                          .routeHint = routeHint,
+                          .devices = devices,
+                          .ready = read.status()};
+    if (engine) lend(*engine, job);
+    py::gil_scoped_release unlocked;
+    group = orThrow(beside ? ep::groupWithin(beside->buffer()->group(), job, deadline)
+                           : ep::beginOwnJob(job, exchangeBy(exchange), deadline));
   } else {
     throw py::value_error("either a backend or an exchange is needed");
   }
@@ -199,167 +204,6 @@ Combined combine(EpBuffer& buffer, const at::Tensor& x, const at::Tensor& topk,
   return {std::move(made.sums), std::move(made.missing), std::move(work)};
 }
 
-// ---- the normal mode
-
-using Counted = std::pair<std::vector<std::vector<uint32_t>>, std::vector<bool>>;
-// Fields, sources, ends, participants.
-using DispatchedTokens =
-    std::tuple<std::vector<at::Tensor>, at::Tensor, at::Tensor, std::vector<bool>, EpHandle>;
-
-Counted countTokens(EpBuffer& buffer, std::vector<uint32_t> numbers, const MaybeTensor& activeRanks,
-                    int64_t timeoutMicros) {
-  py::gil_scoped_release unlocked;
-  auto counted = EpNormal(buffer).count(std::move(numbers), activeRanks, timeoutMicros);
-  return {std::move(counted.numbers), std::move(counted.participants)};
-}
-
-DispatchedTokens dispatchTokens(EpBuffer& buffer, const std::vector<at::Tensor>& fields,
-                                const at::Tensor& ranks, int64_t maxTokens, int64_t hidden,
-                                const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                                const std::string& error, const std::vector<at::Tensor>& into,
-                                const std::vector<int64_t>& begins,
-                                const std::vector<int64_t>& ends, uint32_t agreed) {
-  py::gil_scoped_release unlocked;
-  auto made = EpNormal(buffer).dispatch({.fields = fields,
-                                         .ranks = ranks,
-                                         .maxTokens = maxTokens,
-                                         .hidden = hidden,
-                                         .among = {},
-                                         .activeRanks = activeRanks,
-                                         .timeoutMicros = timeoutMicros,
-                                         .error = error,
-                                         .into = into,
-                                         .begins = begins,
-                                         .ends = ends,
-                                         .agreed = agreed});
-  return {std::move(made.fields), std::move(made.sources), std::move(made.ends),
-          std::move(made.participants), std::move(made.handle)};
-}
-
-std::shared_ptr<EpWork> combineTokens(EpBuffer& buffer, const at::Tensor& x, const EpHandle& handle,
-                                      const at::Tensor& sums, const at::Tensor& missing,
-                                      const MaybeTensor& extras, const MaybeTensor& extraSums,
-                                      const std::vector<at::Tensor>& biases,
-                                      const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                                      bool inBackground, const std::vector<int64_t>& firstRows,
-                                      const std::shared_ptr<EpWork>& after,
-                                      const std::vector<bool>& among) {
-  py::gil_scoped_release unlocked;
-  auto call = EpNormal(buffer).combine({.x = x,
-                                        .firstRows = firstRows,
-                                        .handle = handle,
-                                        .extras = extras,
-                                        .biases = biases,
-                                        .sums = sums,
-                                        .extraSums = extraSums,
-                                        .missing = missing,
-                                        .among = among,
-                                        .activeRanks = activeRanks,
-                                        .timeoutMicros = timeoutMicros});
-  return buffer.submit(std::move(call), endsOf(inBackground, false), after);
-}
-
-std::shared_ptr<EpWork> sendTokensAgain(
-    EpBuffer& buffer, const std::vector<at::Tensor>& fields, const std::vector<at::Tensor>& into,
-    const at::Tensor& ranks, int64_t maxTokens, int64_t hidden, const std::vector<int64_t>& begins,
-    const std::vector<int64_t>& ends, const std::vector<bool>& among,
-    const MaybeTensor& activeRanks, int64_t timeoutMicros, uint32_t agreed) {
-  py::gil_scoped_release unlocked;
-  auto call = EpNormal(buffer).dispatchOnDevice({.fields = fields,
-                                                 .ranks = ranks,
-                                                 .maxTokens = maxTokens,
-                                                 .hidden = hidden,
-                                                 .among = among,
-                                                 .activeRanks = activeRanks,
-                                                 .timeoutMicros = timeoutMicros,
-                                                 .error = {},
-                                                 .into = into,
-                                                 .begins = begins,
-                                                 .ends = ends,
-                                                 .agreed = agreed});
-  return buffer.submit(std::move(call), Ends::kAtOnce);
-}
-
-std::pair<EpHandle, std::shared_ptr<EpWork>> sendTokensAtWorst(
-    EpBuffer& buffer, const std::vector<at::Tensor>& fields, const at::Tensor& ranks,
-    int64_t hidden, int64_t extras, const std::vector<at::Tensor>& into, const at::Tensor& sources,
-    const at::Tensor& ends, const at::Tensor& table, const at::Tensor& participants,
-    const MaybeTensor& activeRanks, uint32_t agreed, const EpHandle* of) {
-  py::gil_scoped_release unlocked;
-  auto made = EpNormal(buffer).dispatchAtWorst({.fields = fields,
-                                                .ranks = ranks,
-                                                .hidden = hidden,
-                                                .extras = extras,
-                                                .activeRanks = activeRanks,
-                                                .agreed = agreed,
-                                                .of = of,
-                                                .into = into,
-                                                .sources = sources,
-                                                .ends = ends,
-                                                .table = table,
-                                                .participants = participants});
-  auto work = buffer.submit(std::move(made.call), Ends::kAtOnce);
-  return {std::move(made.handle), std::move(work)};
-}
-
-std::shared_ptr<EpWork> sendTokensAsWorst(EpBuffer& buffer, const EpHandle& handle,
-                                          const std::vector<at::Tensor>& fields,
-                                          const std::vector<at::Tensor>& into,
-                                          const MaybeTensor& activeRanks, int64_t timeoutMicros,
-                                          uint32_t agreed) {
-  py::gil_scoped_release unlocked;
-  auto call = EpNormal(buffer).dispatchAsWorst({.handle = handle,
-                                                .fields = fields,
-                                                .into = into,
-                                                .activeRanks = activeRanks,
-                                                .timeoutMicros = timeoutMicros,
-                                                .agreed = agreed});
-  return buffer.submit(std::move(call), Ends::kAtOnce);
-}
-
-void bindNormalMode(py::class_<EpBuffer>& buffer) {
-  const auto none = py::none();
-  buffer
-      .def(
-          "most_tokens",
-          [](EpBuffer& ours, const std::vector<int64_t>& fieldBytes, int64_t hidden, int64_t extras,
-             double rowsPerToken) {
-            return EpNormal(ours).mostTokens(fieldBytes, hidden, extras, rowsPerToken);
-          },
-          py::arg("field_bytes"), py::arg("hidden"), py::arg("extras"), py::arg("rows_per_token"))
-      .def(
-          "new_result",
-          [](EpBuffer& ours, const std::vector<int64_t>& sizes, const at::Tensor& like) {
-            return newResult(*ours.results(), sizes, like.scalar_type());
-          },
-          py::arg("sizes"), py::arg("like"))
-      .def("count_tokens", &countTokens, py::arg("numbers"), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1)
-      .def("dispatch_tokens", &dispatchTokens, py::arg("fields"), py::arg("token_ranks"),
-           py::arg("num_max_tokens"), py::arg("hidden"), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1, py::arg("error") = "",
-           py::arg("into") = std::vector<at::Tensor>(), py::arg("begins") = std::vector<int64_t>(),
-           py::arg("ends") = std::vector<int64_t>(), py::arg("agreed") = 0)
-      .def("combine_tokens", &combineTokens, py::arg("x"), py::arg("handle"), py::arg("out"),
-           py::arg("missing"), py::arg("extras") = none, py::arg("extra_sums") = none,
-           py::arg("biases") = std::vector<at::Tensor>(), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1, py::arg("background") = false,
-           py::arg("first_rows") = std::vector<int64_t>(), py::arg("after") = none,
-           py::arg("among") = std::vector<bool>())
-      .def("send_tokens_again", &sendTokensAgain, py::arg("fields"), py::arg("into"),
-           py::arg("token_ranks"), py::arg("num_max_tokens"), py::arg("hidden"), py::arg("begins"),
-           py::arg("ends"), py::arg("among"), py::arg("active_ranks") = none,
-           py::arg("timeout_us") = -1, py::arg("agreed") = 0)
-      .def("send_tokens_at_worst", &sendTokensAtWorst, py::arg("fields"), py::arg("token_ranks"),
-           py::arg("hidden"), py::arg("extras"), py::arg("into"), py::arg("sources"),
-           py::arg("ends"), py::arg("table"), py::arg("participants"),
-           py::arg("active_ranks") = none, py::arg("agreed") = 0, py::arg("of") = none)
-      .def("send_tokens_as_worst", &sendTokensAsWorst, py::arg("handle"), py::arg("fields"),
-           py::arg("into"), py::arg("active_ranks") = none, py::arg("timeout_us") = -1,
-           py::arg("agreed") = 0)
-      .def("uses_words", &EpBuffer::usesWords, py::arg("device"));
-}
-
 }  // namespace
 
 void bindEp(py::module_& m) {
@@ -372,7 +216,6 @@ void bindEp(py::module_& m) {
     return handle.dispatch->shape;
   };
   py::class_<EpHandle>(m, "EpHandle")
-      .def_property_readonly("number", [](const EpHandle& h) { return h.dispatch->number; })
       .def_property_readonly("num_experts",
                              [=](const EpHandle& h) { return shapeOf(h).numExperts; })
       .def_property_readonly("num_max_tokens",
@@ -380,14 +223,13 @@ void bindEp(py::module_& m) {
       .def_property_readonly("hidden", [=](const EpHandle& h) { return shapeOf(h).hidden; });
   const auto none = py::none();
   py::class_<EpBuffer> buffer(m, "EpBuffer");
-  bindNormalMode(buffer);
-  bindTokenKernels(m, buffer);
+  bindNormalMode(m, buffer);
   buffer
       .def(py::init(&makeBuffer), py::arg("rank"), py::arg("size"), py::arg("num_bytes"),
            py::arg("timeout"), py::kw_only(), py::arg("backend") = none, py::arg("exchange") = none,
            py::arg("route_hint") = "", py::arg("renormalize") = false, py::arg("raises") = false,
            py::arg("engine") = none, py::arg("devices") = std::vector<std::string>(),
-           py::arg("has_results") = true)
+           py::arg("has_results") = true, py::arg("beside") = none, py::arg("bytes_beside") = 0)
       .def_static("size_hint", &EpBuffer::sizeHint, py::arg("num_max_tokens"), py::arg("hidden"),
                   py::arg("num_ranks"), py::arg("num_experts"))
       .def("dispatch", &dispatch, py::arg("x"), py::arg("topk_idx"), py::arg("num_max_tokens"),

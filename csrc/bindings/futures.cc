@@ -98,7 +98,7 @@ class PythonFuture final : public torch::jit::PythonFutureWrapper,
                            public std::enable_shared_from_this<PythonFuture> {
  public:
   // `isAtOnce`: the future is complete from the beginning, on all ranks. Then its callbacks run where
-  // they are attached, in the order of the program, as those of CUDA's futures do.
+  // they are attached, in the order of the program, as callbacks of CUDA's futures do.
   PythonFuture(FuturePtr future, std::shared_ptr<Callbacks> callbacks, CallbackOrigin origin,
                MomentPtr moment, bool isAtOnce)
       : PythonFutureWrapper(std::move(future)),

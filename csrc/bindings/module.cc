@@ -10,9 +10,10 @@
 
 #include "backend/backend_env.h"
 #include "backend/batch_work.h"
+#include "backend/child_options.h"
 #include "backend/collective_work.h"
 #include "backend/completions.h"
-#include "backend/device/device_backend.h"
+#include "backend/device/device_work.h"
 #include "backend/device/kernel_work.h"
 #include "backend/device/symmetric_allocator.h"
 #include "backend/drains.h"
@@ -30,12 +31,12 @@
 #include "device/accelerators.h"
 #include "device/cuda/kernel_image.h"
 #include "device/device_report.h"
+#include "engine/contract/registry.h"
 #include "engine/env.h"
-#include "engine/nic/fabric_env.h"
-#include "engine/nic/libfabric/report.h"
-#include "engine/transports/registry.h"
 #include "group/group_env.h"
 #include "group/group_state.h"
+#include "wires/nic/fabric_env.h"
+#include "wires/nic/libfabric/report.h"
 
 namespace py = pybind11;
 using mooncake::BackendOptions;
@@ -43,26 +44,27 @@ using mooncake::BatchWork;
 using mooncake::Clock;
 using mooncake::CollectiveWork;
 using mooncake::Deadline;
-using mooncake::DeviceBackend;
 using mooncake::DeviceWork;
 using mooncake::ErrorCode;
 using mooncake::FailureError;
 using mooncake::Farewell;
+using mooncake::GroupFacts;
 using mooncake::KernelWork;
 using mooncake::MessageWork;
+using mooncake::MissingParts;
 using mooncake::MooncakeBackend;
 using mooncake::RaisedBySignal;
 
 namespace {
 
-// Its destructor releases Python's lock: see MooncakeBackend::close().
-class PythonBackend final : public DeviceBackend {
+// Its destructor releases Python's lock: see Leaving::close().
+class PythonBackend final : public MooncakeBackend {
  public:
-  using DeviceBackend::DeviceBackend;
+  using MooncakeBackend::MooncakeBackend;
   ~PythonBackend() override {
     std::optional<py::gil_scoped_release> unlocked;
     if (PyGILState_Check()) unlocked.emplace();
-    close();
+    leaving().close();
   }
 
   // Releases Python's lock. abort() runs hooks, and they wait for threads that need the lock to
@@ -70,7 +72,7 @@ class PythonBackend final : public DeviceBackend {
   void abort() override {
     std::optional<py::gil_scoped_release> unlocked;
     if (PyGILState_Check()) unlocked.emplace();
-    DeviceBackend::abort();
+    MooncakeBackend::abort();
   }
 
   // Returns whether one of these ranks was in no earlier call. Called with Python's lock held.
@@ -87,7 +89,8 @@ class PythonBackend final : public DeviceBackend {
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) {
-    BackendOptions options = optionsOfSplit(ranks, *opts);  // raises on all, members or not
+    BackendOptions options =
+        optionsOfSplit(group(), ranks, *opts);  // raises on all, members or not
     const auto place = std::find(ranks.begin(), ranks.end(), getRank());
     if (place == ranks.end()) return nullptr;
     return child(store, *opts, [&] {
@@ -100,7 +103,8 @@ class PythonBackend final : public DeviceBackend {
                                     const c10::intrusive_ptr<Options>& opts, const int& rank,
                                     const int& size) {
     return child(store, *opts, [&] {
-      return c10::make_intrusive<PythonBackend>(store, rank, size, optionsOfMerge(*opts), nullptr);
+      return c10::make_intrusive<PythonBackend>(store, rank, size, optionsOfMerge(group(), *opts),
+                                                nullptr);
     });
   }
 
@@ -110,7 +114,8 @@ class PythonBackend final : public DeviceBackend {
   c10::intrusive_ptr<Backend> child(const c10::intrusive_ptr<c10d::Store>& store,
                                     const Options& opts, Make&& make) {
     auto known = lastChild_.lock();
-    if (known && lastStore_ == store && known->options().groupName == groupNameIn(opts))
+    if (known && lastStore_ == store &&
+        known->group().options().groupName == mooncake::groupNameIn(opts))
       return known;
     c10::intrusive_ptr<MooncakeBackend> made = make();
     lastStore_ = store;
@@ -146,6 +151,8 @@ void apply(const py::dict& options, BackendOptions& out) {
     return options.contains(key) && !options[key].is_none();
   };
   if (given("active_ranks")) out.activeRanks = options["active_ranks"].cast<at::Tensor>();
+  if (given("reads_active_ranks"))
+    out.readsActiveRanks = options["reads_active_ranks"].cast<bool>();
   if (given("transports"))
     out.env.transports = options["transports"].cast<std::vector<std::string>>();
   if (given("host_ip")) out.env.hostIp = options["host_ip"].cast<std::string>();
@@ -216,7 +223,7 @@ c10::intrusive_ptr<PythonBackend> createBackend(
 std::vector<std::tuple<int, std::string, std::string, double>> evidenceOf(
     const PythonBackend& backend) {
   std::vector<std::tuple<int, std::string, std::string, double>> all;
-  for (auto& seen : backend.evidence()) {
+  for (auto& seen : backend.facts().evidence()) {
     const std::chrono::duration<double> when = seen.when.time_since_epoch();
     all.emplace_back(seen.rank, std::move(seen.kind), std::move(seen.detail), when.count());
   }
@@ -244,7 +251,7 @@ void raiseFailure(std::exception_ptr thrown) {
 
 void checkMessage(const PythonBackend& backend, bool isSend, const at::Tensor& tensor, int peer,
                   int tag) {
-  backend.checkMessage(isSend ? c10d::OpType::SEND : c10d::OpType::RECV, {tensor}, peer, tag);
+  backend.messages().check(isSend ? c10d::OpType::SEND : c10d::OpType::RECV, {tensor}, peer, tag);
 }
 
 // batch_isend_irecv reads this first: true puts its messages into one work.
@@ -270,6 +277,13 @@ RaisedBySignal runSignalHandlers() {
   }
   PyGILState_Release(state);
   return result;
+}
+
+template <auto kAsk, typename... Arguments>
+auto fact() {
+  return [](const PythonBackend& backend, Arguments... arguments) {
+    return (backend.facts().*kAsk)(arguments...);
+  };
 }
 
 // While Python ends, it ends every thread that asks for its lock, and the process with it. So
@@ -321,7 +335,14 @@ void bindDeviceWork(py::module_& m) {
 
 template <auto kField>
 auto fieldOfVerdict(const KernelWork& work) {
+  MissingParts::noteRead();
   return work.verdict().*kField;
+}
+
+template <auto kGet, typename Work>
+auto readLosses(const Work& work) {
+  MissingParts::noteRead();
+  return (work.*kGet)();
 }
 
 void bindKernelWork(py::module_& m) {
@@ -413,11 +434,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("__deepcopy__", copied);
 
   py::class_<PythonBackend, c10::intrusive_ptr<PythonBackend>, c10d::Backend>(m, "MooncakeBackend")
-      .def_property_readonly(
-          "active_ranks",
-          py::cpp_function([](const PythonBackend& backend) { return backend.activeRanks(); },
-                           py::call_guard<py::gil_scoped_release>()))
-      .def_property_readonly("active_ranks_on_host", &PythonBackend::activeRanksOnHost)
+      .def_property_readonly("active_ranks", py::cpp_function(
+                                                 [](const PythonBackend& backend) {
+                                                   return backend.facts().activeRanks();
+                                                 },
+                                                 py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("active_ranks_on_host", fact<&GroupFacts::activeRanksOnHost>())
       .def_property_readonly("options", &splitOptionsOf)
       // torch 2.8 defines it for its own backends only; newer versions for every backend.
       .def("_set_default_timeout", &PythonBackend::setTimeout, py::arg("timeout"),
@@ -425,28 +447,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "leave_group",
           [](PythonBackend& backend, const std::optional<std::string>& failure) {
-            backend.leaveGroup(farewellOf(failure).how);
+            backend.leaving().leaveGroup(farewellOf(failure).how);
           },
           py::arg("failure"), py::call_guard<py::gil_scoped_release>())
       .def(
           "leave_job",
           [](PythonBackend& backend, const std::optional<std::string>& failure) {
-            backend.leaveJob(farewellOf(failure));
+            backend.leaving().leaveJob(farewellOf(failure));
           },
           py::arg("failure"), py::call_guard<py::gil_scoped_release>())
       .def("evidence", &evidenceOf)
-      .def("state", &PythonBackend::state, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("epoch", &PythonBackend::epoch)
-      .def_property_readonly("survivors", &PythonBackend::survivors)
+      .def("state", fact<&GroupFacts::state>(), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("epoch", fact<&GroupFacts::epoch>())
+      .def_property_readonly("survivors", fact<&GroupFacts::survivors>())
       .def_property_readonly("supports_coalescing", &supportsCoalescing)
       .def("note_losses", &PythonBackend::noteLosses, py::arg("ranks"))
-      .def("acknowledge_loss", &PythonBackend::acknowledgeLoss,
-           py::call_guard<py::gil_scoped_release>())
-      .def("check_standing", &PythonBackend::checkStanding)
+      .def(
+          "acknowledge_loss",
+          [](PythonBackend& backend) { return backend.host().acknowledgeLoss(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def_static("note_losses_read", &MissingParts::noteRead)
+      .def("check_standing", fact<&GroupFacts::checkStanding>())
       .def("check_message", &checkMessage, py::arg("is_send"), py::arg("tensor"), py::arg("peer"),
            py::arg("tag"))
-      .def_property_readonly("on_failure", &PythonBackend::onFailure)
-      .def("transport_to", &PythonBackend::transportTo, py::arg("rank"));
+      .def_property_readonly("on_failure", fact<&GroupFacts::onFailure>())
+      .def("transport_to", fact<&GroupFacts::transportTo, int>(), py::arg("rank"));
 
   mooncake::bindTransfer(m);
   mooncake::bindEp(m);
@@ -459,10 +484,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("exception", &exceptionOf)
       .def("get_future", [](CollectiveWork& work) { return mooncake::futureOf(work); })
       .def("is_success", &CollectiveWork::isSuccess)  // torch's own logs a deprecation warning
-      .def_property_readonly("contributors", &CollectiveWork::contributors)
-      .def_property_readonly("failed_ranks", &CollectiveWork::failedRanks)
-      .def_property_readonly("lost_ranks", &CollectiveWork::lostRanks)
-      .def_property_readonly("epoch", &CollectiveWork::epoch)
+      .def_property_readonly("contributors",
+                             &readLosses<&CollectiveWork::contributors, CollectiveWork>)
+      .def_property_readonly("failed_ranks",
+                             &readLosses<&CollectiveWork::failedRanks, CollectiveWork>)
+      .def_property_readonly("lost_ranks", &readLosses<&CollectiveWork::lostRanks, CollectiveWork>)
+      .def_property_readonly("epoch", &readLosses<&CollectiveWork::epoch, CollectiveWork>)
       .def_property_readonly("sequence_number", &CollectiveWork::getSequencenumber)
       .def_property_readonly("max_group_size", &CollectiveWork::capacity);
   py::class_<MessageWork, c10::intrusive_ptr<MessageWork>, c10d::Work>(m, "MessageWork")
@@ -477,7 +504,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("get_future", [](BatchWork& work) { return mooncake::futureOf(work); })
       .def("is_success", &BatchWork::isSuccess)
       .def_property_readonly("works", &BatchWork::works)
-      .def_property_readonly("lost_ranks", &BatchWork::lostRanks)
+      .def_property_readonly("lost_ranks", &readLosses<&BatchWork::lostRanks, BatchWork>)
       .def_property_readonly("max_group_size", &BatchWork::capacity);
   bindDeviceWork(m);
   bindKernelWork(m);

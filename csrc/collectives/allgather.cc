@@ -1,4 +1,4 @@
-// Small: one exchange of slots. Large: every rank fetches s bytes from each of the n-1 others,
+// Small: one exchange of slots. Large: every rank fetches s bytes from each of the n-1 other ranks,
 // starting with its right neighbour, so that no rank is asked by all at once. (n-1)s bytes in and
 // out of each rank, one copy where the memory can be read.
 #include <cstring>

@@ -321,8 +321,8 @@ class AllreduceRendezvous final : public Algorithm {
   bool isSpoilt_ = false;
 };
 
-// Turns the status of one piece into that of the whole operation. Every survivor reaches the same
-// conclusion, because all agree on the contributors and the errors of pieces.
+// Turns the status of one piece into the status of the whole operation. Every survivor reaches the
+// same conclusion, because all agree on the contributors and the errors of pieces.
 Status checkPieces(Group& group, std::shared_ptr<const GroupView>& contributors, Status status) {
   const bool isFirst = !contributors;
   if (isFirst) contributors = group.lastView;

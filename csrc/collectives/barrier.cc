@@ -1,5 +1,6 @@
 #include "group/barrier.h"
 
+#include "base/rank_list.h"
 #include "collectives/collectives.h"
 
 namespace mooncake {
@@ -20,15 +21,11 @@ class MonitoredBarrier final : public Barrier {
  private:
   // Worded like Gloo's error, which callers look for.
   Status failed(Operation& op) const {
-    const std::vector<int> missing = op.missing();
-    std::string who;
-    for (const int r : missing) {
-      who += (who.empty() ? "" : ", ") + std::to_string(r);
-      if (!namesAll_) break;
-    }
+    std::vector<int> missing = op.missing();
+    if (!namesAll_ && missing.size() > 1) missing.erase(missing.begin() + 1, missing.end());
     return {ErrorCode::kTimeout,
             "Rank " + std::to_string(op.group().rank()) + " timed out in monitoredBarrier: " +
-                (namesAll_ && missing.size() > 1 ? "Ranks " : "Rank ") + who +
+                (missing.size() > 1 ? "Ranks " : "Rank ") + listRanks(missing) +
                 " failed to pass monitoredBarrier in " + std::to_string(timeout_.count()) + " ms"};
   }
 

@@ -2,13 +2,9 @@
 
 #include <cstring>
 
-namespace mooncake {
+#include "base/hash.h"
 
-uint32_t hashOn(uint32_t hash, uint64_t value) {
-  for (int shift = 0; shift < 64; shift += 8)
-    hash = (hash ^ uint32_t(value >> shift & 0xff)) * 16777619u;
-  return hash;
-}
+namespace mooncake {
 
 Call callOf(Call call, Buffers buffers) {
   call.count = 0;
@@ -17,9 +13,8 @@ Call callOf(Call call, Buffers buffers) {
   if (buffers.size() == 1 && buffers.front().lengths == 0) return call;
   call.tensors = uint32_t(buffers.size());
   for (const Buffer& buffer : buffers) {
-    for (const uint64_t value :
-         {uint64_t(buffer.data.size()), uint64_t(buffer.dtype), uint64_t(buffer.lengths)})
-      call.lengths = hashOn(call.lengths, value);
+    call.lengths =
+        fnv1a({buffer.data.size(), uint64_t(buffer.dtype), buffer.lengths}, call.lengths);
   }
   return call;
 }

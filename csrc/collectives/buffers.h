@@ -20,8 +20,6 @@ inline Buffer readOnly(ConstSpan data, DType dtype) {
   return {{const_cast<std::byte*>(data.data()), data.size()}, dtype};
 }
 
-uint32_t hashOn(uint32_t hash, uint64_t value);  // FNV-1a
-
 // Offset in a payload of the buffer that follows one of this length. Aligned for every type.
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) & ~size_t(15); }
 size_t packedBytes(Buffers buffers);

@@ -17,7 +17,7 @@ namespace mooncake {
 // The way of a call after a rank was lost between two of its pieces, so that it has one set of
 // contributors.
 enum class OnLoss {
-  kGoOn,               // the data are those of the root alone, and each piece needs the root
+  kGoOn,               // the data come from the root alone, and each piece needs the root
   kRunAgain,           // all pieces run again
   kRestoreAndRunAgain  // the same, after the pieces have changed the input
 };

@@ -1,6 +1,6 @@
 // Small: one exchange of slots; s bytes go to every rank, so that each can supply the root with the
-// part of a rank that dies. Large: the root fetches s bytes from each of the n-1 others, starting
-// with its right neighbour, then every rank signals to all that it is done.
+// part of a rank that dies. Large: the root fetches s bytes from each of the n-1 other ranks,
+// starting with its right neighbour, then every rank signals to all that it is done.
 #include <cstring>
 #include <vector>
 

@@ -8,7 +8,7 @@
 namespace mooncake {
 
 // Input of an operation that comes while the operation runs, from its beginning on. It has one or
-// several parts, which come side by side. Only those of all_to_all may differ in length.
+// several parts, which come side by side. Only parts of all_to_all may differ in length.
 class InputFeed {
  public:
   virtual ~InputFeed() = default;

@@ -30,9 +30,9 @@ struct Arrival {
 // The receiving side of put and signal: this rank's windows, and the arrivals for them.
 //
 // Only the process that owns a window writes to its memory. A rank may be stopped in the middle of
-// a put and resume long after the others have gone on without it. It must not write to memory that
-// has another use by then. So a put says which data goes where, and the owner fetches the data of a
-// large put, as it does for a large message.
+// a put and resume long after the other ranks have gone on without it. It must not write to memory
+// that has another use by then. So a put says which data goes where, and the owner fetches the data
+// of a large put, as it does for a large message.
 //
 // Arrivals from one rank for one window are applied in the order of the calls. A rank's signal
 // means that all data that this rank put before it is in place.

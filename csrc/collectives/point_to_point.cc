@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "base/mutex.h"
+#include "base/rank_list.h"
 
 namespace mooncake {
 namespace {
@@ -34,12 +36,38 @@ const char* Message::operation() const {
   return "unknown operation";
 }
 
+std::string Message::whatIsMissing() const {
+  const std::string tag = " a message with tag " + std::to_string(tag_);
+  switch (kind_) {
+    case Kind::kSend:
+      if (hasData_) {
+        return "its data is not there: earlier work on the caller's stream still runs. Find the "
+               "work that hangs, or give the group a longer timeout";
+      }
+      return "the other side did not receive" + tag;
+    case Kind::kReceive:
+      return fetch_ ? "the other side announced" + tag +
+                          ", but its content did not come. It is kept: receive again"
+                    : "the other side did not send" + tag;
+    case Kind::kPut:
+    case Kind::kSignal:
+      return "the other side did not take it; is its process stopped, or its window gone?";
+    case Kind::kAwaitSignal:
+      return "the other side did not signal";
+    case Kind::kAwaitApplied:
+      return "not all of its puts and signals arrived";
+  }
+  return {};
+}
+
 PointToPoint::PointToPoint(Group& group)
     : group_(group),
       progressLock_(group.window().bell()),
-      pairs_(group.size()),
-      oneSided_(group, [this](int to, uint64_t number) { acknowledge(to, number); }),
-      outgoing_(new MailboxCell) {
+      oneSided_(group, [this](int to, uint64_t number)
+                           REQUIRES(progressLock_) { acknowledge(to, number); }),
+      scratch_(new MailboxCell) {
+  pairs_.reserve(size_t(group.size()));
+  for (int r = 0; r < group.size(); ++r) pairs_.emplace_back(group, r);
   group_.watchReconnects([this](int rank) { onReconnected(rank); });
   group_.engine().openTopic(group_.topic() + 1, [this](const EngineId& from, ByteView message) {
     onLeft(from, message);
@@ -88,7 +116,7 @@ std::shared_ptr<Message> PointToPoint::awaitApplied(int from, uint32_t window, u
 }
 
 Result<uint32_t> PointToPoint::openWindow(std::span<std::byte> memory) {
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   if (!aborted_.ok()) return aborted_.error();
   return oneSided_.open(memory);
 }
@@ -96,7 +124,7 @@ Result<uint32_t> PointToPoint::openWindow(std::span<std::byte> memory) {
 void PointToPoint::closeWindow(uint32_t window) {
   const Gate::Pass inside(drivers_);
   if (!inside) return;
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   if (!aborted_.ok()) return;  // abort() has closed it
   oneSided_.close(window);
   progressLocked();  // ends the messages that wait for it
@@ -110,7 +138,7 @@ std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32
       new Message(kind, peer, tag, data, deadline, offset, std::move(owner), std::move(device)));
   message->onDone_ = std::move(onDone);
   message->hasData_ = std::move(hasData);
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
   } else if (auto usable = group_.usable(); !usable.ok()) {
@@ -131,7 +159,7 @@ void PointToPoint::stopListening() {
 
 void PointToPoint::abort(Error why) {
   stopListening();
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   aborted_ = std::move(why);
   // Before sends end and their memory is revoked, so that a peer that fetches from it knows why.
   if (!group_.membership()->isOver()) sayThatWeLeft();
@@ -141,13 +169,13 @@ void PointToPoint::abort(Error why) {
   }
   active_.clear();
   oneSided_.closeAll();
-  for (Pair& pair : pairs_) pair.acks = {};
+  for (Pair& pair : pairs_) pair.mailboxes.dropAcks();
   owes_ = false;
   group_.window().bell().ring();
 }
 
 void PointToPoint::cancel(const Message& message, Error why) {
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   const auto found = std::ranges::find(active_, &message, &std::shared_ptr<Message>::get);
   if (found == active_.end()) return;
   Message& ours = **found;
@@ -160,15 +188,15 @@ void PointToPoint::cancel(const Message& message, Error why) {
 bool PointToPoint::wait(const Message& message, Deadline deadline) {
   if (message.finished()) return true;
   const Gate::Pass inside(drivers_);
-  return inside ? drive(message, deadline) : message.finished();  // finished by abort()
-}
-
-bool PointToPoint::drive(const Message& message, Deadline deadline) {
+  if (!inside) return message.finished();  // finished by abort()
   Waiter waiter = group_.waiter(deadline.earlier(message.deadline()));
   const auto look = [&] {
     if (message.finished()) return true;
     // If another thread holds the lock, it rings when a message has ended and when it unlocks.
-    if (std::unique_lock lock(progressLock_, std::try_to_lock); lock) progressLocked();
+    if (progressLock_.try_lock()) {
+      const Guard lock(progressLock_, std::adopt_lock);
+      progressLocked();
+    }
     return message.finished();
   };
   for (;;) {
@@ -177,7 +205,7 @@ bool PointToPoint::drive(const Message& message, Deadline deadline) {
     if (how == WaitResult::kReady) return true;
     if (how == WaitResult::kInterrupted) waiter.generation = waiter.interrupt.generation();
     {
-      std::lock_guard lock(progressLock_);
+      Guard lock(progressLock_);
       progressLocked();  // ends messages that cannot end well any more
     }
     if (message.finished()) return true;
@@ -188,7 +216,7 @@ bool PointToPoint::drive(const Message& message, Deadline deadline) {
 bool PointToPoint::progress() {
   const Gate::Pass inside(drivers_);
   if (!inside) return true;
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   return progressLocked();
 }
 
@@ -322,7 +350,7 @@ bool PointToPoint::advanceReceive(Message& message) {
       pair.earlyBytes -= taken.heldBytes();
       pair.early.erase(early);
       const bool finished = takeEarly(message, taken);
-      giveBackCells(from);
+      pair.mailboxes.giveBackCells();
       return finished;
     }
   }
@@ -372,7 +400,7 @@ void PointToPoint::endLate(Message& message) {
   } else if (Status none = isCopying ? Status() : lost(message); !none.ok()) {
     status = std::move(none);
   } else if (message.deadline_.passed()) {
-    status = {ErrorCode::kTimeout, titleOf(message) + " timed out: " + whatIsMissing(message)};
+    status = {ErrorCode::kTimeout, titleOf(message) + " timed out: " + message.whatIsMissing()};
   } else {
     return;
   }
@@ -396,44 +424,24 @@ void PointToPoint::giveUp(Message& message, Status status) {
 // kPeerLost: the message cannot move, because its peer is gone or has left the group. All that the
 // peer sent has been taken in during this round. ok: at least one peer is left.
 Status PointToPoint::lost(const Message& message) const {
-  const auto isGone = [&](int r) {
+  const auto isGone = [&](int r) REQUIRES(progressLock_) {
     return pairs_[r].isGone || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
   };
   if (message.peer_ != kAnySource) {
     if (message.peer_ == group_.rank() || !isGone(message.peer_)) return {};
     return {ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)};
   }
-  std::string who;
+  RankTexts reasons;
   for (int r = 0; r < group_.size(); ++r) {
     if (r == group_.rank()) continue;
     if (!isGone(r)) return {};
-    who += (who.empty() ? ": " : "; ") + group_.nameRank(r) + ": " + group_.whyGone(r);
+    reasons.add(r, group_.whyGone(r));
   }
-  return {ErrorCode::kPeerLost, titleOf(message) + ": nobody is left" + who};
-}
-
-std::string PointToPoint::whatIsMissing(const Message& message) {
-  const std::string tag = " a message with tag " + std::to_string(message.tag_);
-  switch (message.kind_) {
-    case Kind::kSend:
-      if (message.hasData_) {
-        return "its data is not there: earlier work on the caller's stream still runs. Find the "
-               "work that hangs, or give the group a longer timeout";
-      }
-      return "the other side did not receive" + tag;
-    case Kind::kReceive:
-      return message.fetch_ ? "the other side announced" + tag +
-                                  ", but its content did not come. It is kept: receive again"
-                            : "the other side did not send" + tag;
-    case Kind::kPut:
-    case Kind::kSignal:
-      return "the other side did not take it; is its process stopped, or its window gone?";
-    case Kind::kAwaitSignal:
-      return "the other side did not signal";
-    case Kind::kAwaitApplied:
-      return "not all of its puts and signals arrived";
-  }
-  return {};
+  const auto phrase = [this](const std::vector<int>& ranks, const std::string& why) {
+    return group_.nameRanks(ranks) + ": " + why;
+  };
+  return {ErrorCode::kPeerLost, titleOf(message) + ": nobody is left" +
+                                    (reasons.empty() ? "" : ": ") + reasons.join("; ", phrase)};
 }
 
 void PointToPoint::end(Message& message, Status status) {

@@ -12,7 +12,7 @@
 
 #include "base/deadline.h"
 #include "base/result.h"
-#include "collectives/mailbox.h"
+#include "collectives/mailbox_pair.h"
 #include "collectives/one_sided.h"
 #include "collectives/progress_lock.h"
 #include "engine/memory/gate.h"
@@ -60,6 +60,8 @@ class Message {
   bool isSent() const {
     return kind_ == Kind::kSend || kind_ == Kind::kPut || kind_ == Kind::kSignal;
   }
+
+  std::string whatIsMissing() const;  // at the deadline
 
   int firstSource() const { return peer_ < 0 ? 0 : peer_; }
   int lastSource(int size) const { return peer_ < 0 ? size - 1 : peer_; }
@@ -153,7 +155,8 @@ class PointToPoint {
   // True if the last look has found a send whose data is not there yet. No bell rings when it comes:
   // some thread must look again and again.
   bool awaitsData() const { return awaitsData_.load(std::memory_order_acquire); }
-  int ranks() const { return int(pairs_.size()); }  // of the group
+  // Number of ranks of the group. Not checked: it never changes.
+  int ranks() const NOT_CHECKED { return int(pairs_.size()); }
   // Number of threads in wait() or progress().
   uint32_t drivers() const { return drivers_.inside(); }
   // Ends all messages, and all that are posted later, with this error. The other ranks learn that
@@ -175,19 +178,10 @@ class PointToPoint {
 
     size_t heldBytes() const { return sizeof(Early) + payload.size(); }
   };
-  // The acknowledgements that the peer has not read yet, oldest first. They are kept to be put
-  // again over a new connection.
-  struct Acks {
-    std::deque<uint64_t> waiting;  // numbers of the peer's messages
-    uint64_t read = 0;             // number of the last one that the peer has read
-    uint64_t put = 0;              // number of the last one that was put
-
-    bool allPut() const { return put == read + waiting.size(); }
-  };
   struct Pair {
-    uint64_t sent = 0;             // number of messages put into the peer's mailbox
-    uint64_t taken = 0;            // number of messages taken out of ours
-    uint64_t credited = 0;         // value of `taken` that the peer was last told
+    Pair(Group& group, int peer) : mailboxes(group, peer) {}
+
+    MailboxPair mailboxes;
     bool isGone = false;           // the peer was gone when this round began
     std::optional<uint64_t> left;  // the peer has left the group: number of its messages to us
     bool wanted = false;           // a receive waits for a message of this rank
@@ -197,11 +191,6 @@ class PointToPoint {
     std::list<Early> early;  // by number
     // Large messages to the peer that are under way, by number. One that was given up is not here.
     std::map<uint64_t, Message*> announced;
-    uint64_t acksTaken = 0;     // acknowledgements from the peer that were read here
-    uint64_t acksCredited = 0;  // value of `acksTaken` that the peer was last told
-    Acks acks;                  // for the peer
-    // The last cells that we put to a peer that is reached by messages, by number % kMailboxCells.
-    std::unique_ptr<MailboxCell[]> kept;
     uint64_t reconnections = 0;  // number of times that its connection was made again
   };
 
@@ -210,55 +199,46 @@ class PointToPoint {
   std::shared_ptr<Message> post(Kind kind, int peer, uint32_t tag, std::span<std::byte> data,
                                 Deadline deadline, OnDone onDone, uint64_t offset = 0,
                                 Owner owner = nullptr, HasData hasData = nullptr,
-                                MessageDevice device = {});
-  bool drive(const Message& message, Deadline deadline);
-  bool progressLocked();
-  bool advance(Message& message);
-  bool advanceSend(Message& message);
-  bool findData(Message& message);
-  bool announce(Message& message);
-  bool applyHere(Message& message);
-  bool advanceAwait(Message& message);
-  bool isOpen(Message& message);
-  bool advanceReceive(Message& message);
-  bool takeEarly(Message& message, const Early& early);
-  bool fetch(Message& message);
-  void giveUp(Message& message, Status status);
-  void onReconnected(int rank);
-  MailboxCell& outgoing(int to, uint64_t number);
-  Status placeCell(int to, uint64_t number, const MailboxCell& cell);
-  void takeIn(int from);
-  bool takeOne(int from, uint64_t number, const MailboxCell& cell);
-  void acknowledge(int to, uint64_t number);
-  void putAcks(int to);
-  void payAcks();
-  void takeAcks(int from);
-  void noteAcknowledged(Pair& pair, uint64_t number);
-  void giveBackAcks(int from, uint64_t atLeast = kMailboxAcks / 2);
-  void giveBackCells(int from, uint64_t atLeast = kMailboxCells / 2);
+                                MessageDevice device = {}) EXCLUDES(progressLock_);
+  bool progressLocked() REQUIRES(progressLock_);
+  bool advance(Message& message) REQUIRES(progressLock_);
+  bool advanceSend(Message& message) REQUIRES(progressLock_);
+  bool findData(Message& message) REQUIRES(progressLock_);
+  bool announce(Message& message) REQUIRES(progressLock_);
+  bool applyHere(Message& message) REQUIRES(progressLock_);
+  bool advanceAwait(Message& message) REQUIRES(progressLock_);
+  bool isOpen(Message& message) REQUIRES(progressLock_);
+  bool advanceReceive(Message& message) REQUIRES(progressLock_);
+  bool takeEarly(Message& message, const Early& early) REQUIRES(progressLock_);
+  bool fetch(Message& message) REQUIRES(progressLock_);
+  void giveUp(Message& message, Status status) REQUIRES(progressLock_);
+  void onReconnected(int rank) EXCLUDES(progressLock_);
+  void takeIn(int from) REQUIRES(progressLock_);
+  bool takeOne(int from, const MailboxCell& cell) REQUIRES(progressLock_);
+  void acknowledge(int to, uint64_t number) REQUIRES(progressLock_);
+  void payAcks() REQUIRES(progressLock_);
+  void noteAcknowledged(Pair& pair, uint64_t number) REQUIRES(progressLock_);
   void stopListening();
-  void sayThatWeLeft();
-  void onLeft(const EngineId& from, ByteView message);
-  bool hasSentAll(int rank) const;
-  void endLate(Message& message);
-  Status lost(const Message& message) const;
+  void sayThatWeLeft() REQUIRES(progressLock_);
+  void onLeft(const EngineId& from, ByteView message) EXCLUDES(progressLock_);
+  bool hasSentAll(int rank) const REQUIRES(progressLock_);
+  void endLate(Message& message) REQUIRES(progressLock_);
+  Status lost(const Message& message) const REQUIRES(progressLock_);
   std::string titleOf(const Message& message) const;
-  static std::string whatIsMissing(const Message& message);
-  void end(Message& message, Status status);
-  const Mailbox& mailboxOf(int from) const;
-  Status place(int to, size_t offset, std::span<const std::byte> data, size_t stampOffset,
-               uint64_t stamp);
+  void end(Message& message, Status status) REQUIRES(progressLock_);
 
   Group& group_;
   Gate drivers_;
-  ProgressLock progressLock_;  // guards everything below
-  std::vector<Pair> pairs_;
-  OneSided oneSided_;
-  std::list<std::shared_ptr<Message>> active_;  // in the order of the calls
-  std::atomic<bool> owes_{false};               // written with the lock
-  std::atomic<bool> awaitsData_{false};         // written with the lock
-  Status aborted_;
-  std::unique_ptr<MailboxCell> outgoing_;  // the cell being filled, for a mapped peer
+  ProgressLock progressLock_;
+  std::vector<Pair> pairs_ GUARDED_BY(progressLock_);
+  OneSided oneSided_ GUARDED_BY(progressLock_);
+  // In the order of the calls.
+  std::list<std::shared_ptr<Message>> active_ GUARDED_BY(progressLock_);
+  std::atomic<bool> owes_{false};        // written with the lock
+  std::atomic<bool> awaitsData_{false};  // written with the lock
+  Status aborted_ GUARDED_BY(progressLock_);
+  // The cell being filled, for a mapped peer.
+  std::unique_ptr<MailboxCell> scratch_ GUARDED_BY(progressLock_);
 };
 
 }  // namespace mooncake

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "base/mutex.h"
 #include "collectives/point_to_point.h"
 
 namespace mooncake {
@@ -27,7 +28,9 @@ CellKind cellKindOf(Message::Kind kind) {
 bool PointToPoint::advanceSend(Message& message) {
   Pair& pair = pairs_[message.peer_];
   if (message.number_ != 0) {
-    if (!message.isAcknowledged_) takeAcks(message.peer_);
+    if (!message.isAcknowledged_)
+      pair.mailboxes.takeAcks([&](uint64_t number)
+                                  REQUIRES(progressLock_) { noteAcknowledged(pair, number); });
     if (!message.isAcknowledged_) return false;
     end(message, {});
     return true;
@@ -36,23 +39,22 @@ bool PointToPoint::advanceSend(Message& message) {
   if (pair.sendsHeld || pair.isGone || pair.left) return false;
   if (message.kind_ == Message::Kind::kSend && !findData(message)) return message.finished();
   pair.sendsHeld = true;  // until it has a cell
-  const uint64_t taken = mailboxOf(message.peer_).taken.load(std::memory_order_acquire);
-  if (pair.sent - taken >= kMailboxCells) return false;
+  if (!pair.mailboxes.hasRoom()) return false;
   const bool isLarge = message.data_.size() > kCellPayload;
   if (isLarge && !announce(message)) return message.finished();
 
   pair.sendsHeld = false;
-  message.number_ = ++pair.sent;
+  MailboxCell& cell = pair.mailboxes.next(*scratch_);
+  message.number_ = pair.mailboxes.sent();
   if (isLarge) pair.announced.emplace(message.number_, &message);
   const size_t payload = isLarge ? 0 : message.data_.size();
-  MailboxCell& cell = outgoing(message.peer_, message.number_);
   cell.tag = message.tag_;
   cell.bytes = message.data_.size();
   cell.region = message.region_.remote();
   cell.offset = message.offset_;
   cell.kind = cellKindOf(message.kind_);
   if (payload) std::memcpy(cell.payload, message.data_.data(), payload);
-  auto placed = placeCell(message.peer_, message.number_, cell);
+  auto placed = pair.mailboxes.put(cell);
   // The cell is put again after a reconnect.
   if (placed.code() == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) placed = {};
   if (!placed.ok()) {
@@ -102,40 +104,15 @@ bool PointToPoint::announce(Message& message) {
   return true;
 }
 
-// The cell in which a message is made. If the peer is not mapped, the cell keeps the message until
-// the peer has taken it.
-MailboxCell& PointToPoint::outgoing(int to, uint64_t number) {
-  if (group_.window().peerPtr(to)) return *outgoing_;
-  auto& kept = pairs_[to].kept;
-  if (!kept) kept.reset(new MailboxCell[kMailboxCells]);
-  return kept[number % kMailboxCells];
-}
-
-Status PointToPoint::placeCell(int to, uint64_t number, const MailboxCell& cell) {
-  constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
-  const size_t payload = cell.bytes <= kCellPayload ? cell.bytes : 0;
-  const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, cells) +
-                       (number % kMailboxCells) * sizeof(MailboxCell);
-  return place(to, there + kStampEnd,
-               {reinterpret_cast<const std::byte*>(&cell) + kStampEnd,
-                kCellHeaderBytes - kStampEnd + payload},
-               there + offsetof(MailboxCell, arrived), number);
-}
-
 // Puts again all that the rank may lack. If the connection breaks meanwhile, this is called again.
 void PointToPoint::onReconnected(int rank) {
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
   Pair& pair = pairs_[rank];
   ++pair.reconnections;
   oneSided_.onReconnected(rank);
-  const uint64_t taken = mailboxOf(rank).taken.load(std::memory_order_acquire);
-  for (uint64_t number = taken + 1; number <= pair.sent; ++number)
-    (void)placeCell(rank, number, pair.kept[number % kMailboxCells]);
-  if (pair.taken > 0) giveBackCells(rank, 0);
-  if (pair.acksTaken > 0) giveBackAcks(rank, 0);
-  pair.acks.put = pair.acks.read;
-  putAcks(rank);
+  pair.mailboxes.putAgain();
+  if (pair.mailboxes.owes()) owes_ = true;
   progressLocked();
   group_.window().bell().ring();
 }
@@ -143,29 +120,28 @@ void PointToPoint::onReconnected(int rank) {
 // Takes the messages that have arrived from a rank out of its mailbox.
 void PointToPoint::takeIn(int from) {
   Pair& pair = pairs_[from];
-  const Mailbox& mailbox = mailboxOf(from);
-  const auto held = [&] {
+  const auto held = [&]() REQUIRES(progressLock_) {
     return pair.earlyBytes + oneSided_.heldBytes(from) +
-           pair.acks.waiting.size() * sizeof(uint64_t);
+           pair.mailboxes.unread().size() * sizeof(uint64_t);
   };
   while (held() <= kEarlyBudget) {
-    const uint64_t number = pair.taken + 1;
-    const MailboxCell& cell = mailbox.cells[number % kMailboxCells];
-    if (cell.arrived.load(std::memory_order_acquire) < number) return;
-    if (!takeOne(from, number, cell)) {
+    const MailboxCell* const cell = pair.mailboxes.arrived();
+    if (!cell) return;
+    if (!takeOne(from, *cell)) {
       group_.fail(
           {ErrorCode::kProtocol, group_.nameRank(from) + " sent a message that does not decode"});
       return;
     }
-    pair.taken = number;
-    giveBackCells(from);
+    pair.mailboxes.take();
+    pair.mailboxes.giveBackCells();
   }
 }
 
 // Takes one message out of its cell. False: the content of the cell is invalid. Each field is read
 // once, into our own memory, because the sender may still change the cell.
-bool PointToPoint::takeOne(int from, uint64_t number, const MailboxCell& cell) {
+bool PointToPoint::takeOne(int from, const MailboxCell& cell) {
   Pair& pair = pairs_[from];
+  const uint64_t number = pair.mailboxes.taken() + 1;
   const CellKind kind = cell.kind;
   Early early{number, cell.tag, cell.bytes, cell.region, {}};
   const bool isLarge = early.bytes > kCellPayload;
@@ -184,82 +160,26 @@ bool PointToPoint::takeOne(int from, uint64_t number, const MailboxCell& cell) {
   return false;
 }
 
-// Tells the sender how many cells are free again, half a mailbox at a time.
-void PointToPoint::giveBackCells(int from, uint64_t atLeast) {
-  Pair& pair = pairs_[from];
-  if (pair.left || pair.taken - pair.credited < atLeast) return;
-  pair.credited = pair.taken;
-  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, taken);
-  (void)place(from, word, {}, word,
-              pair.taken);  // if the connection is broken: again after the reconnect
-}
-
-// Acknowledges that the peer's large message with this number was fetched.
 void PointToPoint::acknowledge(int to, uint64_t number) {
-  if (pairs_[to].left) return;  // its memory may be gone
-  pairs_[to].acks.waiting.push_back(number);
-  putAcks(to);
-}
-
-// Puts as many acknowledgements as the peer has room for.
-void PointToPoint::putAcks(int to) {
-  Acks& acks = pairs_[to].acks;
-  if (pairs_[to].left || group_.isGone(to)) {
-    acks.waiting.clear();
-    acks.put = acks.read;
-    return;
-  }
-  const uint64_t read = mailboxOf(to).acksTaken.load(std::memory_order_acquire);
-  for (; acks.read < read && !acks.waiting.empty(); ++acks.read) acks.waiting.pop_front();
-  acks.put = std::max(acks.put, acks.read);
-  while (!acks.allPut() && acks.put - acks.read < kMailboxAcks) {
-    const uint64_t message = acks.waiting[acks.put - acks.read];
-    const uint64_t number = ++acks.put;
-    const size_t there = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acks) +
-                         (number % kMailboxAcks) * sizeof(MailboxAck);
-    // If the connection is broken: again after the reconnect.
-    (void)place(to, there + offsetof(MailboxAck, message), std::as_bytes(std::span(&message, 1)),
-                there + offsetof(MailboxAck, arrived), number);
-  }
-  if (!acks.allPut()) owes_ = true;
+  MailboxPair& mailboxes = pairs_[to].mailboxes;
+  mailboxes.acknowledge(number);
+  if (mailboxes.owes()) owes_ = true;
 }
 
 // Puts acknowledgements that had no room before.
 void PointToPoint::payAcks() {
-  owes_ = false;
-  for (int to = 0; to < group_.size(); ++to) {
-    if (!pairs_[to].acks.allPut()) putAcks(to);
+  bool owes = false;
+  for (Pair& pair : pairs_) {
+    if (pair.mailboxes.owes()) pair.mailboxes.putAcks();
+    owes |= pair.mailboxes.owes();
   }
-}
-
-// Reads the peer's acknowledgements of our large messages.
-void PointToPoint::takeAcks(int from) {
-  Pair& pair = pairs_[from];
-  const Mailbox& mailbox = mailboxOf(from);
-  for (;;) {
-    const uint64_t number = pair.acksTaken + 1;
-    const MailboxAck& ack = mailbox.acks[number % kMailboxAcks];
-    if (ack.arrived.load(std::memory_order_acquire) < number) return;
-    noteAcknowledged(pair, ack.message);
-    pair.acksTaken = number;
-    giveBackAcks(from);
-  }
+  owes_ = owes;
 }
 
 // Marks a large message as fetched, unless it was given up.
 void PointToPoint::noteAcknowledged(Pair& pair, uint64_t number) {
   const auto found = pair.announced.find(number);
   if (found != pair.announced.end()) found->second->isAcknowledged_ = true;
-}
-
-// Tells the peer how many of its acknowledgements were read, half of their places at a time.
-void PointToPoint::giveBackAcks(int from, uint64_t atLeast) {
-  Pair& pair = pairs_[from];
-  if (pair.left || pair.acksTaken - pair.acksCredited < atLeast) return;
-  pair.acksCredited = pair.acksTaken;
-  const size_t word = group_.layout().mailbox(group_.rank()) + offsetof(Mailbox, acksTaken);
-  // If the connection is broken: again after the reconnect.
-  (void)place(from, word, {}, word, pair.acksTaken);
 }
 
 // Tells the other ranks that we have left, by a control message, because their memory may be gone
@@ -269,12 +189,12 @@ void PointToPoint::sayThatWeLeft() {
   for (int r = 0; r < group_.size(); ++r) {
     const auto& peer = group_.window().peer(r);
     if (!peer || group_.isGone(r)) continue;
-    const std::deque<uint64_t>& acks = pairs_[r].acks.waiting;
+    const std::deque<uint64_t>& acks = pairs_[r].mailboxes.unread();
     size_t told = 0;
     do {
       const size_t more = std::min(acks.size() - told, kAcksPerMessage);
       ByteWriter last;
-      last.put(pairs_[r].sent).put(static_cast<uint8_t>(told + more == acks.size()));
+      last.put(pairs_[r].mailboxes.sent()).put(static_cast<uint8_t>(told + more == acks.size()));
       last.put(static_cast<uint32_t>(more));
       for (size_t i = 0; i < more; ++i) last.put(acks[told++]);
       (void)group_.engine().send(*peer, group_.topic() + 1, last.take());
@@ -292,12 +212,14 @@ void PointToPoint::onLeft(const EngineId& from, ByteView message) {
   std::vector<uint64_t> acks(count);
   for (uint64_t& ack : acks) ack = in.get<uint64_t>();
   if (!in.finish("").ok()) return;
-  std::lock_guard lock(progressLock_);
+  Guard lock(progressLock_);
   for (int r = 0; r < group_.size(); ++r) {
     const auto& peer = group_.window().peer(r);
     if (!peer || peer->id != from) continue;
     for (const uint64_t ack : acks) noteAcknowledged(pairs_[r], ack);
-    if (isLast) pairs_[r].left = sent;
+    if (!isLast) continue;
+    pairs_[r].left = sent;
+    pairs_[r].mailboxes.leave();
   }
   progressLocked();
   group_.window().bell().ring();
@@ -307,17 +229,7 @@ void PointToPoint::onLeft(const EngineId& from, ByteView message) {
 // fetched later than the messages after it are taken.
 bool PointToPoint::hasSentAll(int rank) const {
   const Pair& pair = pairs_[rank];
-  return pair.left && pair.taken >= *pair.left && !oneSided_.holdsBack(rank);
-}
-
-// The part of ours that holds the rank's messages and its acknowledgements of our messages.
-const Mailbox& PointToPoint::mailboxOf(int from) const {
-  return *reinterpret_cast<const Mailbox*>(group_.window().local() + group_.layout().mailbox(from));
-}
-
-Status PointToPoint::place(int to, size_t offset, std::span<const std::byte> data,
-                           size_t stampOffset, uint64_t stamp) {
-  return group_.window().place(to, offset, data, {.offset = stampOffset, .stamp = stamp});
+  return pair.left && pair.mailboxes.taken() >= *pair.left && !oneSided_.holdsBack(rank);
 }
 
 }  // namespace mooncake

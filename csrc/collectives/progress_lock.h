@@ -1,8 +1,8 @@
 #pragma once
 
 #include <atomic>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "base/wait.h"
 
 namespace mooncake {
@@ -24,24 +24,24 @@ namespace mooncake {
 // (see Doorbell). If it comes after the holder's 2, it reads a value that the holder wrote after
 // its unlock, so this holder does not make the waiter's 3 fail. If a later holder does, then that
 // holder's own 2 is still to come, and the same holds for it.
-class ProgressLock {
+class CAPABILITY("mutex") ProgressLock {
  public:
   explicit ProgressLock(Doorbell& bell) : bell_(bell) {}
 
-  void lock() { mutex_.lock(); }
-  bool try_lock() {
+  void lock() ACQUIRE() { mutex_.lock(); }
+  bool try_lock() TRY_ACQUIRE(true) {
     if (mutex_.try_lock()) return true;
     turnedAway_.exchange(true, std::memory_order_acq_rel);
     return mutex_.try_lock();
   }
-  void unlock() {
+  void unlock() RELEASE() {
     mutex_.unlock();
     if (turnedAway_.exchange(false, std::memory_order_acq_rel)) bell_.ring();
   }
 
  private:
   Doorbell& bell_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::atomic<bool> turnedAway_{false};
 };
 

@@ -128,7 +128,7 @@ Status RmaWindow::take(Group& group, int rank, ByteView record) {
 Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data, int to,
                                                 uint64_t offset, Deadline deadline, OnDone onDone,
                                                 PointToPoint::Owner owner) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(usable());
   const Part& part = parts_[size_t(to)];
   if (part.isThere && (offset > part.bytes || data.size() > part.bytes - offset)) {
@@ -142,7 +142,7 @@ Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data,
 }
 
 Result<std::shared_ptr<Message>> RmaWindow::signal(int to, Deadline deadline, OnDone onDone) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(usable());
   return track(to, messages_.signal(to, parts_[size_t(to)].number, deadline, std::move(onDone)));
 }
@@ -151,13 +151,11 @@ std::shared_ptr<Message> RmaWindow::awaitSignal(int from, Deadline deadline, OnD
   return messages_.awaitSignal(from, number_, deadline, std::move(onDone));
 }
 
-// With the lock.
 Status RmaWindow::usable() const {
   if (!isClosing_) return {};
   return {ErrorCode::kInvalidArgument, "the window is just being deregistered"};
 }
 
-// With the lock.
 Result<std::shared_ptr<Message>> RmaWindow::track(int to, std::shared_ptr<Message> message) {
   Part& part = parts_[size_t(to)];
   count(part);
@@ -165,7 +163,7 @@ Result<std::shared_ptr<Message>> RmaWindow::track(int to, std::shared_ptr<Messag
   return message;
 }
 
-// Forgets messages that have ended, and counts those that the other side has or can fetch.
+// Forgets messages that have ended, and counts messages that the other side has or can fetch.
 void RmaWindow::count(Part& part) {
   std::erase_if(part.underWay, [&](const std::shared_ptr<Message>& message) {
     if (!message->finished()) return false;
@@ -176,14 +174,14 @@ void RmaWindow::count(Part& part) {
 
 Status RmaWindow::close(Group& group, Deadline deadline) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isClosing_ = true;
   }
   const Status status = awaitAllPuts(group, deadline);
   if (status.ok()) {
     messages_.closeWindow(number_);
   } else {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isClosing_ = false;
   }
   return status;
@@ -206,7 +204,7 @@ Status RmaWindow::awaitOwnPuts(Group& group, Deadline deadline) {
   for (int r = 0; r < group.size(); ++r) {
     std::vector<std::shared_ptr<Message>> underWay;
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       underWay = parts_[size_t(r)].underWay;
     }
     for (const auto& message : underWay) {
@@ -215,7 +213,7 @@ Status RmaWindow::awaitOwnPuts(Group& group, Deadline deadline) {
                                        group.nameRank(r) +
                                        " is still under way; is that rank's process stopped?"};
     }
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     count(parts_[size_t(r)]);
   }
   return {};

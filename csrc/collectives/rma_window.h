@@ -2,11 +2,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/mutex.h"
 #include "collectives/point_to_point.h"
 #include "group/group.h"
 
@@ -71,19 +71,19 @@ class RmaWindow {
   RmaWindow(PointToPoint& messages, DType dtype, uint32_t number)
       : messages_(messages), dtype_(dtype), number_(number) {}
   Status take(Group& group, int rank, ByteView record);
-  Result<std::shared_ptr<Message>> track(int to, std::shared_ptr<Message> message);
-  static void count(Part& part);
-  Status usable() const;
+  Result<std::shared_ptr<Message>> track(int to, std::shared_ptr<Message> message) REQUIRES(mutex_);
+  void count(Part& part) REQUIRES(mutex_);
+  Status usable() const REQUIRES(mutex_);
   Status awaitAllPuts(Group& group, Deadline deadline);
-  Status awaitOwnPuts(Group& group, Deadline deadline);
+  Status awaitOwnPuts(Group& group, Deadline deadline) EXCLUDES(mutex_);
   Status awaitOthers(Group& group, const std::vector<Bytes>& counts, Deadline deadline);
 
   PointToPoint& messages_;
   const DType dtype_;
   const uint32_t number_;
   std::vector<Part> parts_;
-  std::mutex mutex_;  // guards `sent` and `underWay` of the parts, and isClosing_
-  bool isClosing_ = false;
+  Mutex mutex_;  // guards `sent` and `underWay` of the parts, too
+  bool isClosing_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake

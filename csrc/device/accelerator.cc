@@ -5,7 +5,7 @@
 namespace mooncake {
 
 Result<StreamQueues*> Accelerator::streamQueues(int device) {
-  std::lock_guard lock(queuesMutex_);
+  Lock lock(queuesMutex_);
   auto& known = queues_[device];
   if (!known) {
     auto made = StreamQueues::make(*this, device);

@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/device_types.h"
 
@@ -19,7 +19,7 @@ class StreamQueues;   // device/stream_queues.h
 struct KernelLaunch;  // device/kernel_launch.h, and KernelRoom
 struct KernelRoom;
 
-// Every function but those of names and counts may return kSystem once the device's context is
+// Every function, except of names and counts, may return kSystem once the device's context is
 // lost, and does so for good; in a forked child it returns kAborted. Thread-safe. Only the threads of
 // callers enter it; no function waits for a stream unless its comment says so.
 class Accelerator {
@@ -59,14 +59,14 @@ class Accelerator {
   virtual Status awaitWord(DeviceStream stream, StreamWord* word, uint32_t value) = 0;
 
   // Sets the calling thread's mode and returns the one before it, kGlobal at first. It counts for
-  // torch's calls: those of this class are as with kRelaxed.
+  // torch's calls: calls of this class are as with kRelaxed.
   virtual CaptureMode exchangeCaptureMode(CaptureMode mode) = 0;
   // Whether the stream's calls are recorded into a graph and not run.
   virtual Result<bool> isCapturing(DeviceStream stream) = 0;
 
-  // Loads all kernels of this library on the device. A kernel that is loaded later waits for those
-  // that run, which may wait for it: so this comes ahead of any launch. kUnsupported: this build has
-  // no kernels, or none that runs on the device.
+  // Loads all kernels of this library on the device. A kernel that is loaded later waits for
+  // running kernels, which may wait for it: so this comes ahead of any launch. kUnsupported: this
+  // build has no kernels, or none that runs on the device.
   virtual Status prepareKernels(int device) = 0;
   // Returns how many blocks of such a launch run at once on the device.
   virtual Result<KernelRoom> roomFor(const KernelLaunch& launch, int device) = 0;
@@ -90,8 +90,8 @@ class Accelerator {
   virtual PeerMemory* peerMemory() = 0;
 
  private:
-  std::mutex queuesMutex_;  // guards queues_
-  std::map<int, std::shared_ptr<StreamQueues>> queues_;
+  Mutex queuesMutex_;
+  std::map<int, std::shared_ptr<StreamQueues>> queues_ GUARDED_BY(queuesMutex_);
 };
 
 }  // namespace mooncake

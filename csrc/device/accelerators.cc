@@ -1,9 +1,9 @@
 #include "device/accelerators.h"
 
 #include <memory>
-#include <mutex>
 #include <string>
 
+#include "base/mutex.h"
 #include "device/cuda/open_cuda.h"
 #include "device/host_accelerator.h"
 #ifdef MOONCAKE_WITH_SIM
@@ -19,9 +19,9 @@ Accelerator* host() {
 }
 
 Result<Accelerator*> cuda() {
-  static std::mutex mutex;
-  static Accelerator* opened = nullptr;
-  std::lock_guard lock(mutex);
+  static Mutex mutex;
+  static Accelerator* opened GUARDED_BY(mutex) = nullptr;
+  Lock lock(mutex);
   if (opened != nullptr) return opened;
   auto made = openCuda();
   if (!made.ok()) return made.error();

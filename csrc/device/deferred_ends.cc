@@ -13,14 +13,14 @@ void DeferredEnds::add(Accelerator& accelerator, std::vector<DeviceStream> strea
           .events = {},
           .end = std::move(end)};
   record(one);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   ones_.push_back(std::move(one));
 }
 
 void DeferredEnds::runDue() {
   std::list<One> due, lost;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     for (auto at = ones_.begin(); at != ones_.end();) {
       const auto one = at++;
       const auto passed = hasPassed(*one);
@@ -37,7 +37,7 @@ void DeferredEnds::runDue() {
 }
 
 size_t DeferredEnds::waiting() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return ones_.size();
 }
 

@@ -4,9 +4,9 @@
 #include <functional>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/accelerator.h"
 
 namespace mooncake {
@@ -29,15 +29,15 @@ class DeferredEnds {
   struct One {
     Accelerator* accelerator = nullptr;
     std::vector<DeviceStream> streams;                 // without an event so far
-    std::vector<std::unique_ptr<DeviceEvent>> events;  // behind the work of the others
+    std::vector<std::unique_ptr<DeviceEvent>> events;  // behind the work of the other streams
     std::function<void()> end;
   };
   // Returns whether all streams have passed. Records events where that is possible now.
   static Result<bool> hasPassed(One& one);
   static void record(One& one);
 
-  mutable std::mutex mutex_;  // guards the field below
-  std::list<One> ones_;
+  mutable Mutex mutex_;
+  std::list<One> ones_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -56,8 +56,8 @@ struct ExportedMemory {
   uint64_t allocation = 0;  // its number: two allocations of a process may have one handle
   uint64_t offset = 0;      // of the address within the exported allocation
   uint64_t bytes = 0;       // from the address to the allocation's end
-  // True: memory of PeerMemory. `handle` is that of DescriptorOffers, and `allocation` the number of
-  // the offer. The accelerator does not take it.
+  // True: memory of PeerMemory. `handle` comes from DescriptorOffers, and `allocation` is the
+  // number of the offer. The accelerator does not take it.
   bool isOffered = false;
 };
 

@@ -39,7 +39,7 @@ std::optional<uint32_t> GraphWords::takeRung() {
 }
 
 void GraphWords::release(uint32_t place) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isForGood_) return;
   if (place != kBeginning) return memory_.passed.store(place, std::memory_order_release);
   memory_.passed.store(0, std::memory_order_release);
@@ -47,7 +47,7 @@ void GraphWords::release(uint32_t place) {
 }
 
 void GraphWords::releaseForGood() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isForGood_ = true;
   memory_.passed.store(kAllPlaces, std::memory_order_release);
   memory_.open.store(1, std::memory_order_release);

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <optional>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 
@@ -52,8 +52,8 @@ class GraphWords {
 
   Accelerator& accelerator_;
   Memory& memory_;
-  std::mutex mutex_;  // guards isForGood_, and keeps the words of releaseForGood()
-  bool isForGood_ = false;
+  Mutex mutex_;  // keeps the words of releaseForGood()
+  bool isForGood_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake

@@ -19,8 +19,8 @@ struct MemoryOwner {
 
 // Returns the owner of a range. Loads no driver and makes no context: a driver that this process has
 // not loaded owns nothing here. Without a driver it costs about 1 us. kInvalidArgument: the range
-// begins in memory of one owner and ends in that of another. kSystem: the device's context is lost,
-// so its driver does not answer.
+// begins in memory of one owner and ends in memory of another. kSystem: the device's context is
+// lost, so its driver does not answer.
 Result<MemoryOwner> ownerOf(const void* address, size_t bytes);
 
 }  // namespace mooncake

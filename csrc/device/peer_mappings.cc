@@ -40,7 +40,7 @@ size_t PeerMappings::countBytes(uint64_t owner, bool onlyUnused) const {
 }
 
 size_t PeerMappings::bytesOf(uint64_t owner) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return countBytes(owner, false);
 }
 
@@ -56,7 +56,7 @@ Status PeerMappings::checkLimit(uint64_t owner, size_t bytes) const {
 }
 
 Result<PeerMappings::Mapped> PeerMappings::allocate(size_t bytes, uint64_t epoch) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkLimit(settings_.owner, bytes));
   auto made = memory_.allocateShared(settings_.device, bytes);
   if (!made.ok()) return made.error();
@@ -69,7 +69,7 @@ Result<PeerMappings::Mapped> PeerMappings::allocate(size_t bytes, uint64_t epoch
 }
 
 Result<Fd> PeerMappings::descriptorOf(const PeerAllocation& allocation) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = entries_.find(keyOf(allocation));
   if (found == entries_.end() || !found->second.descriptor) return unknown(allocation);
   Fd copy(::fcntl(found->second.descriptor.get(), F_DUPFD_CLOEXEC, 0));
@@ -79,7 +79,7 @@ Result<Fd> PeerMappings::descriptorOf(const PeerAllocation& allocation) {
 
 Result<PeerMappings::Mapped> PeerMappings::open(const PeerAllocation& allocation,
                                                 const Fetch& fetch) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (const auto found = entries_.find(keyOf(allocation)); found != entries_.end()) {
     Entry& entry = found->second;
     if (entry.memory.size() != allocation.bytes) {
@@ -103,7 +103,7 @@ Result<PeerMappings::Mapped> PeerMappings::open(const PeerAllocation& allocation
 }
 
 Status PeerMappings::release(const PeerAllocation& allocation, uint64_t lastEpoch) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = entries_.find(keyOf(allocation));
   if (found == entries_.end() || found->second.users == 0) return unknown(allocation);
   Entry& entry = found->second;
@@ -113,7 +113,7 @@ Status PeerMappings::release(const PeerAllocation& allocation, uint64_t lastEpoc
 }
 
 Status PeerMappings::drained(uint64_t epoch) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   drained_ = std::max(drained_, epoch);
   Status first;
   for (auto at = entries_.begin(); at != entries_.end();) {

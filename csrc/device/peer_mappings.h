@@ -5,22 +5,22 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <span>
 #include <string>
 
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/peer_memory.h"
 
 namespace mooncake {
 
-// Names memory that a process shares with others of its host. A restarted owner begins to number
-// its allocations anew, in a later epoch: so no two allocations have the same name.
+// Names memory that a process shares with other processes of its host. A restarted owner begins to
+// number its allocations anew, in a later epoch: so no two allocations have the same name.
 struct PeerAllocation {
   uint64_t owner = 0;   // the rank of the process that allocated it
   uint64_t epoch = 0;   // in which it was allocated
-  uint64_t number = 0;  // among those of the owner
+  uint64_t number = 0;  // among the owner's allocations
   uint64_t bytes = 0;
 
   std::string text() const;  // for errors
@@ -83,17 +83,16 @@ class PeerMappings {
   using Entries = std::map<Key, Entry>;
 
   static Key keyOf(const PeerAllocation& allocation);
-  // Under the lock.
-  Status checkLimit(uint64_t owner, size_t bytes) const;
-  size_t countBytes(uint64_t owner, bool onlyUnused) const;
-  Status unmap(Entries::iterator entry);
+  Status checkLimit(uint64_t owner, size_t bytes) const REQUIRES(mutex_);
+  size_t countBytes(uint64_t owner, bool onlyUnused) const REQUIRES(mutex_);
+  Status unmap(Entries::iterator entry) REQUIRES(mutex_);
 
   PeerMemory& memory_;
   const Settings settings_;
-  mutable std::mutex mutex_;  // guards the fields below
-  Entries entries_;
-  uint64_t lastNumber_ = 0;
-  uint64_t drained_ = 0;  // no work of epochs up to this one runs
+  mutable Mutex mutex_;
+  Entries entries_ GUARDED_BY(mutex_);
+  uint64_t lastNumber_ GUARDED_BY(mutex_) = 0;
+  uint64_t drained_ GUARDED_BY(mutex_) = 0;  // no work of epochs up to this one runs
 };
 
 }  // namespace mooncake

@@ -9,9 +9,9 @@
 namespace mooncake {
 
 // Memory of devices that processes of one host map. It stays alive while any process maps it or
-// holds a descriptor of it. So the death of the process that allocated it leaves all others able to
-// read and write. Functions may wait for a device: they are to be called ahead of work that waits
-// for the caller. They return Accelerator's errors. Thread-safe.
+// holds a descriptor of it. So the death of the process that allocated it leaves all other
+// processes able to read and write. Functions may wait for a device: they are to be called ahead of
+// work that waits for the caller. They return Accelerator's errors. Thread-safe.
 class PeerMemory {
  public:
   virtual ~PeerMemory() = default;

@@ -31,7 +31,7 @@ size_t PinnedPool::roundedUp(size_t bytes) {
 Result<PinnedPool::Piece> PinnedPool::take(size_t bytes) {
   const size_t size = roundedUp(bytes);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     const auto [first, last] = bySize_.equal_range(size);
     const auto ready =
         std::find_if(first, last, [](const auto& known) { return hasPassed(*known.second); });
@@ -58,7 +58,7 @@ void PinnedPool::giveBack(Piece piece, DeviceStream stream) {
     free(piece);
     return;
   }
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   idleBytes_ += piece.memory.size();
   const size_t size = piece.memory.size();
   idle_.push_back(std::move(piece));
@@ -75,7 +75,7 @@ void PinnedPool::giveBack(Piece piece, DeviceStream stream) {
 }
 
 size_t PinnedPool::idleBytes() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return idleBytes_;
 }
 

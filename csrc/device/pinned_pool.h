@@ -4,9 +4,9 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 
+#include "base/mutex.h"
 #include "device/accelerator.h"
 
 namespace mooncake {
@@ -15,8 +15,8 @@ namespace mooncake {
 // the stream that used it has passed, so no operation allocates or frees. Thread-safe.
 class PinnedPool {
  public:
-  // `idleLimit`: bytes that the pool keeps beyond those in use, and beyond those that a stream still
-  // uses. It frees the ones that were used longest ago. The accelerator outlives the pool.
+  // `idleLimit`: bytes that the pool keeps beyond pieces in use, and beyond pieces that a stream
+  // still uses. It frees the ones that were used longest ago. The accelerator outlives the pool.
   PinnedPool(Accelerator& accelerator, int device, size_t idleLimit)
       : accelerator_(accelerator), device_(device), idleLimit_(idleLimit) {}
   // Frees the idle pieces. Every piece must have been given back.
@@ -46,10 +46,10 @@ class PinnedPool {
   Accelerator& accelerator_;
   const int device_;
   const size_t idleLimit_;
-  mutable std::mutex mutex_;  // guards everything below
-  Idle idle_;
-  std::multimap<size_t, Idle::iterator> bySize_;
-  size_t idleBytes_ = 0;
+  mutable Mutex mutex_;
+  Idle idle_ GUARDED_BY(mutex_);
+  std::multimap<size_t, Idle::iterator> bySize_ GUARDED_BY(mutex_);
+  size_t idleBytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake

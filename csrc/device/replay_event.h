@@ -9,7 +9,7 @@ namespace mooncake {
 class ReplayEvent : public DeviceEvent {
  public:
   // For a stream that is recorded into a graph. A replay waits for the last record() before
-  // it, also for that of another replay.
+  // it, also for a record() of another replay.
   virtual Status recordInReplays(DeviceStream stream) = 0;
   virtual Status blockInReplays(DeviceStream stream) = 0;
 };

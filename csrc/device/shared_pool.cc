@@ -46,7 +46,7 @@ SharedPool::~SharedPool() {
 
 Result<SharedPool::Piece> SharedPool::take(uint64_t user, size_t asked) {
   const size_t bytes = (std::max<size_t>(asked, 1) + kUnit - 1) / kUnit * kUnit;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   takeBack();
   const auto known = used_.find(user);
   const size_t used = known == used_.end() ? 0 : known->second;
@@ -71,7 +71,7 @@ Result<SharedPool::Piece> SharedPool::take(uint64_t user, size_t asked) {
 }
 
 void SharedPool::giveBack(const Piece& piece, DeviceStream stream) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::unique_ptr<DeviceEvent> event;
   if (!events_.empty()) {
     event = std::move(events_.front());

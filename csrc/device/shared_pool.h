@@ -5,10 +5,10 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 #include "device/peer_memory.h"
@@ -16,8 +16,8 @@
 namespace mooncake {
 
 // A bounded piece of PeerMemory on one device, cut into pieces for users. A user has at most as much
-// as is then left for the others: so one user has half of the memory at most, and each further one
-// finds some. A piece that was given back serves again once the stream that used it has passed.
+// as is then left for the other users: so one user has half of the memory at most, and each further
+// one finds some. A piece that was given back serves again once the stream that used it has passed.
 // Thread-safe.
 class SharedPool {
  public:
@@ -48,20 +48,19 @@ class SharedPool {
   };
 
   SharedPool(Accelerator& accelerator, int device, PeerMemory::Allocation allocation);
-  // Both under the lock.
-  void takeBack();
-  void release(const Piece& piece);
+  void takeBack() REQUIRES(mutex_);
+  void release(const Piece& piece) REQUIRES(mutex_);
 
   Accelerator& accelerator_;
   const int device_;
   const std::span<std::byte> memory_;
   const Fd descriptor_;
-  std::mutex mutex_;                 // guards the fields below
-  std::map<size_t, size_t> free_;    // offset -> bytes, neighbours merged
-  std::map<uint64_t, size_t> used_;  // bytes by user
-  size_t freeBytes_;
-  std::list<Leaving> leaving_;                      // given back, and not passed yet
-  std::list<std::unique_ptr<DeviceEvent>> events_;  // idle
+  Mutex mutex_;
+  std::map<size_t, size_t> free_ GUARDED_BY(mutex_);    // offset -> bytes, neighbours merged
+  std::map<uint64_t, size_t> used_ GUARDED_BY(mutex_);  // bytes by user
+  size_t freeBytes_ GUARDED_BY(mutex_);
+  std::list<Leaving> leaving_ GUARDED_BY(mutex_);  // given back, and not passed yet
+  std::list<std::unique_ptr<DeviceEvent>> events_ GUARDED_BY(mutex_);  // idle
 };
 
 }  // namespace mooncake

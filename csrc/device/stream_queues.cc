@@ -1,7 +1,6 @@
 #include "device/stream_queues.h"
 
 #include <algorithm>
-#include <ranges>
 #include <span>
 #include <string>
 #include <thread>
@@ -23,7 +22,7 @@ constexpr size_t kMostSilent = 8;
 constexpr milliseconds kForStream{500};
 // For the stream of an owner that has just gone. It is idle, unless the program still waits for it.
 constexpr milliseconds kForLeaving{20};
-// How long prompt work looks for a stream that moves. Others may look in between.
+// How long prompt work looks for a stream that moves. Other callers may look in between.
 constexpr microseconds kForPrompt{1000}, kForLook{200};
 constexpr const char* kRemedy =
     "Set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses the device";
@@ -34,12 +33,15 @@ Result<std::unique_ptr<StreamQueues>> StreamQueues::make(Accelerator& accelerato
   const auto env = DeviceEnv::read();
   if (!env.ok()) return env.error();
   std::unique_ptr<StreamQueues> made(new StreamQueues(accelerator, device, env->streamPriority));
-  std::lock_guard lock(made->mutex_);
+  Lock lock(made->mutex_);
   if (accelerator.hasStreamWords(device)) {
-    for (auto* const probe : {&made->probe_, &made->mover_}) {
-      auto one = QueueProbe::make(accelerator);
-      if (!one.ok()) return one.error();
-      *probe = std::move(*one);
+    {
+      Lock moving(made->movingMutex_);
+      for (auto* const probe : {&made->probe_, &made->mover_}) {
+        auto one = QueueProbe::make(accelerator);
+        if (!one.ok()) return one.error();
+        *probe = std::move(*one);
+      }
     }
     const Status found = made->findQueues();
     if (!found.ok() && found.error().code != ErrorCode::kUnsupported) return found.error();
@@ -47,13 +49,15 @@ Result<std::unique_ptr<StreamQueues>> StreamQueues::make(Accelerator& accelerato
       log(LogLevel::kWarning, accelerator.name(), "no stream of device ", device,
           " waits for words: ", found.error().message);
       made->probe_.reset();
-      made->mover_.reset();
       made->queues_.clear();
+      Lock moving(made->movingMutex_);
+      made->mover_.reset();
     }
   }
   if (made->queues_.empty()) {
     const auto first = made->takeLoose();
     if (!first.ok()) return first.error();
+    Lock moving(made->movingMutex_);
     made->moving_ = {*first};
     made->unowned_ = 1;
   }
@@ -61,7 +65,7 @@ Result<std::unique_ptr<StreamQueues>> StreamQueues::make(Accelerator& accelerato
 }
 
 size_t StreamQueues::count() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return queues_.size();
 }
 
@@ -82,7 +86,7 @@ Status StreamQueues::findQueues() {
 }
 
 Status StreamQueues::checkPrompt() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return checkQueues();
 }
 
@@ -100,7 +104,7 @@ std::vector<DeviceStream> StreamQueues::firstOfAll() const {
 
 void StreamQueues::showMoving() {
   if (queues_.empty()) return;
-  std::lock_guard lock(movingMutex_);
+  Lock lock(movingMutex_);
   moving_.clear();
   for (const bool areOwned : {false, true}) {
     for (size_t i = 0; i < queues_.size(); ++i) {
@@ -174,12 +178,15 @@ std::optional<size_t> StreamQueues::leaveToProgram(DeviceStream programs) {
 }
 
 Result<DeviceStream> StreamQueues::takeAlone(std::optional<size_t> apartFrom) {
-  const auto isFree = [&](size_t i) {
+  const auto isFree = [&](size_t i) REQUIRES(mutex_) {
     return i >= kFirstOwned && !queues_[i].owner && i != apartFrom;
   };
-  const auto isAnyFree = [&] {
+  const auto isAnyFree = [&]() REQUIRES(mutex_) {
     endLeaving();
-    return std::ranges::any_of(std::views::iota(size_t(0), queues_.size()), isFree);
+    for (size_t i = 0; i < queues_.size(); ++i) {
+      if (isFree(i)) return true;
+    }
+    return false;
   };
   const Deadline deadline = Deadline::after(kForLeaving);
   while (!isAnyFree() && !leaving_.empty() && !deadline.passed())
@@ -197,7 +204,7 @@ Result<DeviceStream> StreamQueues::takeAlone(std::optional<size_t> apartFrom) {
 }
 
 Result<DeviceStream> StreamQueues::take(StreamRole role, std::optional<DeviceStream> programs) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   endLeaving();
   if (!probe_ && role == StreamRole::kWaits)
     return {ErrorCode::kExhausted,
@@ -216,7 +223,7 @@ Result<DeviceStream> StreamQueues::take(StreamRole role, std::optional<DeviceStr
 }
 
 Result<DeviceStream> StreamQueues::takeBeside(DeviceStream taken) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   endLeaving();
   const auto known = taken_.find(taken.handle);
   if (known == taken_.end()) return takeLoose();
@@ -229,13 +236,13 @@ void StreamQueues::giveBack(DeviceStream stream) {
   if (!isCapturing.ok() || *isCapturing) return;
   auto idle = accelerator_.createEvent(device_);
   if (!idle.ok() || !(*idle)->record(stream).ok()) return;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   leaving_.push_back({stream, std::move(*idle)});
   endLeaving();
 }
 
 void StreamQueues::endLeaving() {
-  std::erase_if(leaving_, [this](const Leaving& one) {
+  std::erase_if(leaving_, [this](const Leaving& one) REQUIRES(mutex_) {
     const auto isIdle = one.idle->hasHappened();
     if (isIdle.ok() && *isIdle) backInQueue(one.stream);
     return !isIdle.ok() || *isIdle;
@@ -253,7 +260,7 @@ void StreamQueues::backInQueue(DeviceStream stream) {
 }
 
 Result<bool> StreamQueues::reserve(DeviceStream programs) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   endLeaving();
   if (!probe_ || !isShared_) return probe_ != nullptr;
   if (queues_.size() <= kFirstOwned) return false;
@@ -277,7 +284,7 @@ Result<bool> StreamQueues::reserve(DeviceStream programs) {
 }
 
 void StreamQueues::release(DeviceStream programs) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto queue = std::ranges::find(queues_, std::optional(programs.handle), &Queue::owner);
   if (queue == queues_.end() || queue->reserves == 0 || --queue->reserves != 0) return;
   queue->owner.reset();
@@ -286,7 +293,7 @@ void StreamQueues::release(DeviceStream programs) {
 
 // Not in a queue where a stream of ours may begin to wait before the work does.
 DeviceStream StreamQueues::prompt() {
-  std::unique_lock lock(movingMutex_);
+  Lock lock(movingMutex_);
   const auto fit = std::span(moving_).first(unowned_);
   if (fit.size() > 1) {
     const auto moving = mover_->findMoving(fit, Deadline::after(kForPrompt));
@@ -297,7 +304,7 @@ DeviceStream StreamQueues::prompt() {
 
 Result<DeviceStream> StreamQueues::findMoving(Deadline deadline) {
   for (;;) {
-    std::lock_guard lock(movingMutex_);
+    Lock lock(movingMutex_);
     if (!mover_) return moving_.front();
     const auto moving = mover_->findMoving(
         moving_, Deadline::after(std::min<Clock::duration>(deadline.left(), kForLook)));

@@ -3,12 +3,12 @@
 #include <cstddef>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 #include "device/queue_probe.h"
@@ -91,11 +91,10 @@ class StreamQueues {
   StreamQueues(Accelerator& accelerator, int device, StreamPriority priority)
       : accelerator_(accelerator), device_(device), priority_(priority) {}
 
-  // All under the lock.
-  Status findQueues();
+  Status findQueues() REQUIRES(mutex_);
   // Returns a stream of no known queue.
-  Result<DeviceStream> takeLoose();
-  Result<DeviceStream> takeAlone(std::optional<size_t> apartFrom);
+  Result<DeviceStream> takeLoose() REQUIRES(mutex_);
+  Result<DeviceStream> takeAlone(std::optional<size_t> apartFrom) REQUIRES(mutex_);
   // Makes a stream and finds its queue.
   enum class Grown {
     kKnown,   // it is one more of a known queue
@@ -103,36 +102,38 @@ class StreamQueues {
     kBeyond,  // it would begin one more than the most queues
     kSilent,  // work of the program holds it up, so its queue is not known
   };
-  Result<Grown> grow();
-  std::vector<DeviceStream> firstOfAll() const;
+  Result<Grown> grow() REQUIRES(mutex_);
+  std::vector<DeviceStream> firstOfAll() const REQUIRES(mutex_);
   // Returns an unused stream of the first queue that fits, and notes that queue for it.
   template <typename Fits>
-  Result<DeviceStream> takeUnused(const Fits& fits);
-  Status checkQueues() const;
-  bool isUsed(size_t queue) const;
+  Result<DeviceStream> takeUnused(const Fits& fits) REQUIRES(mutex_);
+  Status checkQueues() const REQUIRES(mutex_);
+  bool isUsed(size_t queue) const REQUIRES(mutex_);
   // Returns the queue of a stream of the program, none if it is not known.
-  std::optional<size_t> leaveToProgram(DeviceStream programs);
-  void endLeaving();
-  void backInQueue(DeviceStream stream);
+  std::optional<size_t> leaveToProgram(DeviceStream programs) REQUIRES(mutex_);
+  void endLeaving() REQUIRES(mutex_);
+  void backInQueue(DeviceStream stream) REQUIRES(mutex_);
   // Tells findMoving() the queues, first the ones without owners.
-  void showMoving();
+  void showMoving() REQUIRES(mutex_);
 
   Accelerator& accelerator_;
   const int device_;
   const StreamPriority priority_;
-  mutable std::mutex mutex_;           // guards the fields below
-  std::unique_ptr<QueueProbe> probe_;  // null: without words
+  mutable Mutex mutex_;
+  std::unique_ptr<QueueProbe> probe_ GUARDED_BY(mutex_);  // null: without words
   // False: there are more queues than QueueProbe::kMost.
-  bool isShared_ = true;
-  std::vector<Queue> queues_;
-  std::vector<DeviceStream> loose_;  // unused streams of no known queue
-  std::map<void*, size_t> taken_;    // the known queue of each stream that has an owner, by handle
-  std::vector<Leaving> leaving_;
-  // After mutex_, which is held while queues are tried. Guards the fields below.
-  std::mutex movingMutex_;
-  std::unique_ptr<QueueProbe> mover_;  // null: without words
-  std::vector<DeviceStream> moving_;   // at least one
-  size_t unowned_ = 0;  // number of them without owners, which come first; at least one
+  bool isShared_ GUARDED_BY(mutex_) = true;
+  std::vector<Queue> queues_ GUARDED_BY(mutex_);
+  std::vector<DeviceStream> loose_ GUARDED_BY(mutex_);  // unused streams of no known queue
+  // The known queue of each stream that has an owner, by handle.
+  std::map<void*, size_t> taken_ GUARDED_BY(mutex_);
+  std::vector<Leaving> leaving_ GUARDED_BY(mutex_);
+  // After mutex_, which is held while queues are tried.
+  Mutex movingMutex_;
+  std::unique_ptr<QueueProbe> mover_ GUARDED_BY(movingMutex_);  // null: without words
+  std::vector<DeviceStream> moving_ GUARDED_BY(movingMutex_);   // at least one
+  // Number of them without owners, which come first; at least one.
+  size_t unowned_ GUARDED_BY(movingMutex_) = 0;
 };
 
 }  // namespace mooncake

@@ -2,19 +2,19 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <future>
 #include <sys/random.h>
+#include <sys/resource.h>
 
 #include "base/descriptors.h"
 #include "base/log.h"
+#include "engine/contract/registry.h"
 #include "engine/route.h"
-#include "engine/transports/registry.h"
 
 namespace mooncake {
 namespace {
 
-// Returns the transports to use, best first: all that are built in, or those that the environment
-// names, in that order.
+// Returns the transports to use, best first: all built-in ones, or the transports that the
+// environment names, in that order.
 Result<std::vector<const TransportEntry*>> chooseTransports(const EngineEnv& env) {
   std::vector<const TransportEntry*> chosen;
   const auto& registry = transportRegistry();
@@ -42,6 +42,17 @@ Result<std::vector<const TransportEntry*>> chooseTransports(const EngineEnv& env
 
 }  // namespace
 
+// A limited process maps an arena for each rank of the host, so each arena takes a small share.
+size_t usualArenaBytes() {
+  constexpr rlim_t kMost = rlim_t(64) << 30, kLeast = rlim_t(4) << 30, kShares = 64;
+  rlimit space{.rlim_cur = RLIM_INFINITY, .rlim_max = RLIM_INFINITY}, file = space;
+  ::getrlimit(RLIMIT_AS, &space);
+  ::getrlimit(RLIMIT_FSIZE, &file);
+  const bool isLimited = space.rlim_cur != RLIM_INFINITY;
+  const rlim_t bytes = isLimited ? std::clamp(space.rlim_cur / kShares, kLeast, kMost) : kMost;
+  return std::min(bytes, file.rlim_cur);
+}
+
 Bytes publicKey() {
   constexpr std::string_view kText = "mooncake: no key, open to whoever reaches it";
   const auto bytes = std::as_bytes(std::span(kText));
@@ -65,6 +76,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   if (!crypto.ok()) return crypto.error();
   auto chosen = chooseTransports(options.env);
   if (!chosen.ok()) return chosen.error();
+  if (options.env.arenaBytes != 0) options.arenaBytes = options.env.arenaBytes;
+  if (options.arenaBytes == 0) options.arenaBytes = usualArenaBytes();
   auto arena = Arena::create(options.arenaBytes);
   if (!arena.ok()) return arena.error();
   auto loop = EventLoop::start("mooncake-io");
@@ -115,6 +128,20 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
                             }});
   if (!liveness.ok()) return liveness.error();
   engine->liveness_ = std::move(*liveness);
+  engine->connections_ = std::make_unique<Connections>(
+      *engine->loop_, *engine->liveness_, engine->transports_,
+      Connections::Options{
+          .id = id,
+          .logName = engine->logName(),
+          .idleAfter = engine->options_.idleAfter,
+          .onBroken = [self](const EngineId& peer,
+                             const Evidence& how) { self->onBroken(peer, how); },
+          .onDropped =
+              [self](const EngineId& peer) {
+                self->reconnector_->drop(peer);
+                self->farewells_.forget(peer);
+              },
+      });
   engine->context_.reset(new TransportContext{
       .id = id,
       .env = engine->options_.env,
@@ -125,12 +152,12 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
       .life = engine->liveness_->wordOffset(),
       .loop = *engine->loop_,
       .dataLoops = dataLoops,
-      .admits = [self](const EngineId& peer) { return self->admits(peer); },
+      .admits = [self](const EngineId& peer) { return self->connections_->admits(peer); },
       .peersReturn = engine->options_.peersReturn,
       .deadAfter = engine->options_.deadAfter,
       .onAccepted =
           [self](EngineId peer, std::shared_ptr<Channel> channel) {
-            self->onAccepted(peer, std::move(channel));
+            self->connections_->onAccepted(peer, std::move(channel));
           },
       .onMessage = [self](EngineId peer,
                           ByteView message) { self->topics_->deliver(peer, message); },
@@ -161,8 +188,11 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   }
   if (engine->transports_.empty())
     return Error{ErrorCode::kUnsupported, "no transport works on this machine"};
-  engine->hearFarewells();
-  if (engine->options_.idleAfter.count() > 0) engine->loop_->post([self] { self->collect(); });
+  engine->openTopic(Farewells::kTopic, [self](const EngineId& from, ByteView message) {
+    if (!self->farewells_.take(from, message))
+      log(LogLevel::kWarning, self->logName(), "a farewell that does not decode is dropped");
+  });
+  if (engine->options_.idleAfter.count() > 0) engine->connections_->startCollecting();
   return engine;
 }
 
@@ -172,54 +202,42 @@ Engine::~Engine() {
   observe(nullptr);
   // First the channels say goodbye, then the transports shut down, then the loop ends.
   leave();
-  runOnLoop([this] { reconnector_->forgetAll(); });
+  loop_->runAndWait([this] { reconnector_->forgetAll(); });
   if (liveness_) liveness_->stop();
   for (auto& transport : transports_) transport->shutdown();
-  {
-    // A channel that was accepted a moment ago may still be on its way to onAccepted().
-    // The peers are destroyed without the lock, because onEnded() takes it.
-    std::map<EngineId, std::shared_ptr<Peer>> peers;
-    std::lock_guard lock(mutex_);
-    peers.swap(peers_);
-  }
+  // A channel that was accepted a moment ago may still be on its way to onAccepted().
+  if (connections_) connections_->clear();
   loop_->stop();  // its tasks still use loop_ and the transports
   for (auto& data : dataLoops_) data->stop();
   // Peers may still read memory that we published. They have it mapped, and the mapping outlives
   // us, as it would after a death. So released memory keeps its contents. This protects the fence
   // words, too, which end with the transports: a fenced rank must not later read that it is
   // admitted again.
-  std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
+  retired_.free();
   arena_->keepContents();
   transports_.clear();
   messagePools_.reset();
   loop_.reset();
-  for (Retired& retired : retired_) {
-    for (RetiredMemory& memory : retired.memory) memory.region.abandon();
-  }
-}
-
-void Engine::retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree) {
-  std::lock_guard lock(retiredMutex_);
-  retired_.push_back({std::move(memory), std::move(isFree)});
-  std::erase_if(retired_, [](const Retired& retired) { return retired.isFree(); });
+  retired_.abandon();
 }
 
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
 
 EngineCounters Engine::counters() const {
-  std::lock_guard lock(mutex_);
-  EngineCounters now = counters_;
-  for (const auto& [id, peer] : peers_) {
-    if (peer->disconnected) continue;
-    ++now.active;
-    now.connections += peer->channel->connections();
-  }
-  now.bytesRead = bytesRead_.load(std::memory_order_relaxed);
-  now.bytesWritten = bytesWritten_.load(std::memory_order_relaxed);
-  now.pending = calling_.size();
-  now.messages = outbox_->accepted().messages;
-  now.messageBytes = outbox_->accepted().bytes;
-  now.addresses = endpoints_.size();
+  const Connections::Counters peers = connections_->counters();
+  const Outbox::Accepted sent = outbox_->accepted();
+  EngineCounters now{.opened = peers.opened,
+                     .reused = peers.reused,
+                     .active = peers.active,
+                     .pending = peers.pending,
+                     .retries = peers.retries,
+                     .connections = peers.connections,
+                     .addresses = peers.addresses,
+                     .collected = peers.collected,
+                     .messages = sent.messages,
+                     .messageBytes = sent.bytes,
+                     .bytesRead = bytesRead_.load(std::memory_order_relaxed),
+                     .bytesWritten = bytesWritten_.load(std::memory_order_relaxed)};
   for (const auto& transport : transports_) {
     const CardCounters moved = transport->cardCounters();
     now.byCards.read += moved.read;
@@ -235,17 +253,6 @@ size_t Engine::cardCount() const {
   return count;
 }
 
-// Runs the task on the loop's thread; returns when it has run.
-void Engine::runOnLoop(std::function<void()> task) {
-  if (loop_->onLoopThread()) return task();
-  const auto done = std::make_shared<std::promise<void>>();
-  loop_->post([done, task = std::move(task)] {
-    task();
-    done->set_value();
-  });
-  done->get_future().wait();
-}
-
 Status Engine::publish(uint64_t topic, ByteView message) {
   if (message.empty() || message.size() > CrashReport::kMostBytes) {
     return {ErrorCode::kInvalidArgument, "a crash report holds " +
@@ -253,18 +260,14 @@ Status Engine::publish(uint64_t topic, ByteView message) {
                                              " bytes, not " + std::to_string(message.size())};
   }
   liveness_->crashReport().write(message);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   publishedFor_ = topic;
   published_.assign(message.begin(), message.end());
   return {};
 }
 
 Status Engine::send(const EngineId& to, uint64_t topic, ByteView message) {
-  std::shared_ptr<Peer> peer;
-  {
-    std::lock_guard lock(mutex_);
-    peer = known(to);
-  }
+  const auto peer = connections_->find(to);
   if (!peer) return {ErrorCode::kInvalidArgument, "cannot send: that engine is not connected"};
   return send(*peer, topic, message);
 }
@@ -274,12 +277,12 @@ Status Engine::send(Peer& peer, uint64_t topic, ByteView message) {
 }
 
 void Engine::watch(Interrupt* interrupt, Doorbell* bell) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   watchers_.emplace_back(interrupt, bell);
 }
 
 void Engine::unwatch(Interrupt* interrupt) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::erase_if(watchers_, [&](const auto& watcher) { return watcher.first == interrupt; });
 }
 

@@ -1,28 +1,28 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "base/crypto.h"
 #include "base/event_loop.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "base/stop_signal.h"
 #include "base/wait.h"
+#include "engine/connections.h"
 #include "engine/contract/evidence.h"
 #include "engine/contract/transport.h"
 #include "engine/env.h"
-#include "engine/local/message_pools.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/lease_table.h"
+#include "engine/memory/message_pools.h"
 #include "engine/memory/region_table.h"
+#include "engine/memory/retired_memory.h"
+#include "engine/peers/farewells.h"
 #include "engine/peers/liveness.h"
 #include "engine/peers/message_router.h"
 #include "engine/peers/outbox.h"
@@ -35,7 +35,9 @@ struct EngineOptions {
   EngineEnv env;
   Bytes jobKey;         // the job's key; every connection starts with a mutual challenge under it
   std::string logName;  // this engine's name in the log, such as "rank 3"
-  size_t arenaBytes = size_t(4) << 30;  // of address space, not of memory
+  // Address space of the arena, of which only touched pages take memory, unless the environment says
+  // another size. 0: usualArenaBytes().
+  size_t arenaBytes = 0;
   // Number of threads for TCP connections that carry bulk data. 0: the engine's one thread does it.
   size_t dataThreads = 0;
   // If true, open() may connect again to a peer whose channel has ended. The ranks of a group set
@@ -48,6 +50,10 @@ struct EngineOptions {
   // limit here, because liveness reports silent peers to the observer.
   std::chrono::milliseconds deadAfter{0};
 };
+
+// Returns 64 GiB, or less if the process's address space or files are limited: see RLIMIT_AS and
+// RLIMIT_FSIZE in getrlimit(2).
+size_t usualArenaBytes();
 
 // The key of engines that have no key of their own. It is publicly known, so it keeps no peer out.
 // Engine::create() logs a warning about it.
@@ -70,15 +76,8 @@ struct EngineCounters {
   CardCounters byCards;  // of all that network cards move, collectives included
 };
 
-// Memory that peers may still touch after its owner is done with it.
-struct RetiredMemory {
-  ArenaBlock block;
-  MemoryRegion region;  // ends before the block
-};
-
 // One rank's door to the memory of other ranks. A process may hold many. engine.cc creates and
-// destroys it, engine_connect.cc has connect(), engine_open.cc has open() and forget(), and
-// engine_evidence.cc handles evidence about peers.
+// destroys it, engine_evidence.cc handles evidence about peers.
 class Engine {
  public:
   static Result<std::shared_ptr<Engine>> create(EngineOptions options);
@@ -104,7 +103,11 @@ class Engine {
   // and the reason. A peer that has no name yet is named by its index. Starts the liveness thread,
   // which sleeps until all have connected to all.
   Result<std::vector<std::shared_ptr<Peer>>> connect(const std::vector<Bytes>& endpoints,
-                                                     Deadline deadline);
+                                                     Deadline deadline) {
+    auto peers = connections_->connect(endpoints, deadline);
+    if (peers.ok()) watchSoon();
+    return peers;
+  }
 
   // Connects to one peer, by this side alone: the other engine need not know of us. Any thread. A
   // connected peer is returned as it is. Two engines that open each other at once end up with one
@@ -112,13 +115,17 @@ class Engine {
   // is for the log. Blocks until the channel is open, the deadline passes, or `stop` is set
   // (kAborted). Our own endpoint gives null.
   Result<std::shared_ptr<Peer>> open(ByteView endpoint, std::string name, Deadline deadline,
-                                     const StopSignal* stop = nullptr);
-  // Says goodbye, closes the channel, and drops the peer. Any thread but those of callbacks.
+                                     const StopSignal* stop = nullptr) {
+    return connections_->open(endpoint, std::move(name), deadline, stop);
+  }
+  // Says goodbye, closes the channel, and drops the peer. Not on a callback's thread.
   // kTimeout: another thread was still calling the peer, and nothing has changed.
-  Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline);
+  Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
+    return connections_->forget(peer, deadline);
+  }
   // Returns the peers for which Peer::hasLateWrites() is true, forgotten ones included. Memory that
   // they could write to must not be reused until this returns none of them.
-  std::vector<std::shared_ptr<Peer>> lateWriters();
+  std::vector<std::shared_ptr<Peer>> lateWriters() { return connections_->lateWriters(); }
   EngineCounters counters() const;
   // Returns the number of network cards that the engine has opened; 0 without any.
   size_t cardCount() const;
@@ -126,9 +133,17 @@ class Engine {
   void countRead(uint64_t bytes) { bytesRead_.fetch_add(bytes, std::memory_order_relaxed); }
   void countWritten(uint64_t bytes) { bytesWritten_.fetch_add(bytes, std::memory_order_relaxed); }
 
+  // Returns memory of the arena: Arena::allocate(). Without room, waits for retired memory, at most
+  // for the failure timeout. A program destroys an object on all ranks and makes the next one, and
+  // the ranks are not equally fast in that.
+  Result<ArenaBlock> allocate(size_t bytes) {
+    return retired_.allocate(*arena_, bytes, Deadline::after(options_.env.failureTimeout));
+  }
   // Keeps the memory until `isFree` returns true, that is, until no peer touches it any more.
-  // `isFree` is called whenever more memory is retired.
-  void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree);
+  // `isFree` is called whenever memory is retired or allocated.
+  void retire(std::vector<RetiredMemory> memory, std::function<bool()> isFree) {
+    retired_.retire(std::move(memory), std::move(isFree));
+  }
 
   // Messages between the users of a job's engines; each names a topic
   // (engine/peers/message_router.h). The handler runs on the loop's thread, without a lock, and
@@ -160,8 +175,8 @@ class Engine {
   void observe(OnEvidence observer, OnReconnected reconnected = nullptr);
 
   // Sets the last report of this engine, which its peers read after our end. Peers on this host
-  // find it in our crash report (Peer::lastReport), however we end. leave() sends it to the others,
-  // to `topic`, before the goodbye. One thread at a time.
+  // find it in our crash report (Peer::lastReport), however we end. leave() sends it to the other
+  // peers, to `topic`, before the goodbye. One thread at a time.
   Status publish(uint64_t topic, ByteView message);
 
   // Call it when all peers have connected to all. Peers without heartbeats count as silent from now
@@ -182,64 +197,29 @@ class Engine {
 
  private:
   Engine() = default;
-  std::shared_ptr<Peer> known(const EngineId& id) const;
-  Result<std::vector<std::shared_ptr<Peer>>> connectAll(const std::vector<EngineId>& ids,
-                                                        const std::vector<Bytes>& endpoints,
-                                                        Deadline deadline);
-  Status callAll(const std::vector<EngineId>& ids, const std::vector<Bytes>& endpoints,
-                 std::vector<size_t> wanted, Deadline deadline);
-  std::vector<size_t> awaitCallers(const std::vector<EngineId>& ids, Deadline deadline,
-                                   Clock::duration patience);
-  std::shared_ptr<Peer> remember(const EngineId& id, std::shared_ptr<Channel> channel, bool isOurs);
-  Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline,
-                                        const StopSignal* stop);
-  void keepEndpoint(const EngineId& id, ByteView endpoint);
-  bool admits(const EngineId& id);
-  bool isComing(const EngineId& id) const;
-  void collect();
-  void onAccepted(const EngineId& id, std::shared_ptr<Channel> channel);
-  void onEnded(const EngineId& id, const Evidence& seen);
+  void onEnded(const EngineId& id, const Evidence& seen) EXCLUDES(mutex_);
   void onExited(const EngineId& id, const std::string& how);
   void onSilent(const std::vector<Liveness::Silent>& silent);
   void onBroken(const EngineId& id, const Evidence& evidence);
   void onReconnected(const EngineId& id, const std::optional<Evidence>& how);
-  void runOnLoop(std::function<void()> task);
-  void forgetUnderLock(const std::shared_ptr<Peer>& peer);
   void tell(const std::vector<EngineId>& peers, const Evidence& evidence);
-  void hearFarewells();
   void watchSoon();
   void beginLiveness();
-  void onFarewell(const EngineId& from, ByteView message);
-  Evidence withFarewell(const EngineId& id, const Evidence& evidence) const;
 
   EngineOptions options_;
   std::shared_ptr<Arena> arena_;
   std::unique_ptr<LeaseTable> leases_;
   RegionTable regions_;
   std::unique_ptr<TransportContext> context_;
-  std::mutex callMutex_;      // one callAll() at a time, so that no peer is called twice
-  mutable std::mutex mutex_;  // guards everything below down to published_
-  std::condition_variable arrived_;
-  Clock::time_point lastArrival_;
-  std::map<EngineId, std::shared_ptr<Peer>> peers_;
-  std::vector<std::shared_ptr<Peer>> lateWriters_;  // forgotten or replaced in peers_
-  // Peers that are being called or forgotten. Only one thread at a time does so for a peer.
-  std::set<EngineId> calling_;
-  // Peers that were admitted but have no channel yet, and how long each is waited for.
-  std::map<EngineId, Clock::time_point> admitted_;
-  EngineCounters counters_;  // without those that counters() computes
-  // Ends of peers that were seen before remember() got their channels.
-  std::map<EngineId, Evidence> endedEarly_;
-  // Endpoints of the peers that are connected or that connect() waits for.
-  std::map<EngineId, Bytes> endpoints_;
-  std::vector<std::pair<Interrupt*, Doorbell*>> watchers_;
-  uint64_t publishedFor_ = 0;  // the topic; 0: nothing is published
-  Bytes published_;
+  Mutex mutex_;
+  std::vector<std::pair<Interrupt*, Doorbell*>> watchers_ GUARDED_BY(mutex_);
+  uint64_t publishedFor_ GUARDED_BY(mutex_) = 0;  // the topic; 0: nothing is published
+  Bytes published_ GUARDED_BY(mutex_);
 
   // Used on the loop's thread only.
   OnEvidence observer_;
   OnReconnected reconnected_;
-  std::map<EngineId, Farewell> farewells_;  // received farewells; the goodbyes may follow
+  Farewells farewells_;
 
   std::atomic<bool> hasLeft_{false};
   std::atomic<uint64_t> bytesRead_{0}, bytesWritten_{0};
@@ -252,13 +232,8 @@ class Engine {
   std::unique_ptr<MessagePools> messagePools_;  // go after the loop has stopped
   std::unique_ptr<Liveness> liveness_;          // the loop uses it until the loop ends
   std::vector<std::unique_ptr<Transport>> transports_;
-
-  struct Retired {
-    std::vector<RetiredMemory> memory;
-    std::function<bool()> isFree;
-  };
-  std::mutex retiredMutex_;  // guards retired_
-  std::vector<Retired> retired_;
+  std::unique_ptr<Connections> connections_;  // the loop uses it until the loop ends
+  RetiredBlocks retired_;
 };
 
 }  // namespace mooncake

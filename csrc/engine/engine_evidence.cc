@@ -1,16 +1,15 @@
+#include <algorithm>
 #include <chrono>
+#include <map>
+#include <memory>
 
 #include "base/log.h"
+#include "base/mutex.h"
 #include "engine/engine.h"
 #include "engine/route.h"
 
 namespace mooncake {
 namespace {
-
-// Wire form:  u8 version  u8 how  string why
-constexpr uint64_t kFarewellTopic = 2;
-constexpr uint8_t kFarewellVersion = 1;
-constexpr size_t kMostFarewellText = 512;
 
 // Delays before the liveness thread starts: after the first connections, and after all have
 // connected to all. The earlier time counts. Until then a death shows as the end of a socket.
@@ -20,19 +19,19 @@ constexpr auto kStarted = std::chrono::milliseconds(2);
 }  // namespace
 
 void Engine::leave(const Farewell& farewell) {
-  std::map<EngineId, std::shared_ptr<Peer>> peers;
   uint64_t publishedFor;
   Bytes published;
   const bool waits = !loop_->onLoopThread();
   if (waits) {  // until the loop has handled the breaks that have happened by now
-    runOnLoop([] {});
-    runOnLoop([] {});
+    loop_->runAndWait([] {});
+    loop_->runAndWait([] {});
   }
   reconnector_->stop(waits ? env().failureTimeout : Clock::duration::zero());
   const bool isFirst = !hasLeft_.exchange(true);
+  const auto peers =
+      connections_ ? connections_->all() : std::map<EngineId, std::shared_ptr<Peer>>();
   {
-    std::lock_guard lock(mutex_);
-    peers = peers_;
+    Lock lock(mutex_);
     publishedFor = publishedFor_;
     published = published_;
   }
@@ -42,57 +41,19 @@ void Engine::leave(const Farewell& farewell) {
     for (auto& [id, peer] : peers) (void)send(*peer, publishedFor, published);
   }
   if (isFirst && farewell.how != Farewell::How::kDestroyed) {
-    const Bytes said = ByteWriter()
-                           .put(kFarewellVersion)
-                           .put(static_cast<uint8_t>(farewell.how))
-                           .putString(std::string_view(farewell.why).substr(0, kMostFarewellText))
-                           .take();
-    for (auto& [id, peer] : peers) (void)send(*peer, kFarewellTopic, said);
+    const Bytes said = Farewells::encode(farewell);
+    for (auto& [id, peer] : peers) (void)send(*peer, Farewells::kTopic, said);
   }
   outbox_->flush();  // the goodbye follows
   for (auto& [id, peer] : peers) peer->channel->flush();
   for (auto& [id, peer] : peers) peer->channel->close();
 }
 
-void Engine::hearFarewells() {
-  openTopic(kFarewellTopic,
-            [this](const EngineId& from, ByteView message) { onFarewell(from, message); });
-}
-
-// On the loop's thread.
-void Engine::onFarewell(const EngineId& from, ByteView message) {
-  ByteReader in(message);
-  const auto version = in.get<uint8_t>();
-  const auto how = in.get<uint8_t>();
-  std::string why = in.getString(kMostFarewellText);
-  const bool isKnown = how == static_cast<uint8_t>(Farewell::How::kEnded) ||
-                       how == static_cast<uint8_t>(Farewell::How::kFailed);
-  if (!in.finish("farewell").ok() || version != kFarewellVersion || !isKnown) {
-    log(LogLevel::kWarning, logName(), "a farewell that does not decode is dropped");
-    return;
-  }
-  farewells_[from] = {static_cast<Farewell::How>(how), std::move(why)};
-}
-
-// Replaces a goodbye with the farewell that its sender gave, if any.
-Evidence Engine::withFarewell(const EngineId& id, const Evidence& evidence) const {
-  const auto said = farewells_.find(id);
-  if (!evidence.isGoodbye() || said == farewells_.end()) return evidence;
-  const auto& [how, why] = said->second;
-  if (how == Farewell::How::kFailed) return {Evidence::Kind::kFailed, why, evidence.when};
-  return {Evidence::Kind::kEnded,
-          why.empty() ? "its program ended without destroy_process_group()" : why, evidence.when};
-}
-
 // A socket ends only when the kernel has freed all memory of the process. The mark on its life word
 // comes before that. On the loop's thread like every other end, so that ends are reported in order.
 void Engine::onExited(const EngineId& id, const std::string& how) {
   loop_->post([this, id, evidence = Evidence{Evidence::Kind::kExited, how}] {
-    std::shared_ptr<Peer> peer;
-    {
-      std::lock_guard lock(mutex_);
-      peer = known(id);
-    }
+    const auto peer = connections_->find(id);
     if (!peer) return;
     // A suspicion has become certain.
     if (peer->disconnected) return tell({id}, evidence);
@@ -115,42 +76,28 @@ void Engine::onSilent(const std::vector<Liveness::Silent>& silent) {
 
 // On the loop's thread.
 void Engine::onBroken(const EngineId& id, const Evidence& evidence) {
-  std::shared_ptr<Peer> peer;
-  Transport* transport = nullptr;
-  Bytes endpoint;
-  {
-    std::lock_guard lock(mutex_);
-    peer = known(id);
-    if (peer) {
-      const std::string name = peer->channel->transportName();
-      for (const auto& one : transports_) {
-        if (one->name() == name) transport = one.get();
-      }
-      if (const auto listens = endpoints_.find(id); listens != endpoints_.end())
-        endpoint = endpointFor(name, listens->second);
-    }
-  }
-  if (!transport) return onEnded(id, evidence);
+  const auto peer = connections_->find(id);
+  if (!peer) return onEnded(id, evidence);
+  const std::string name = peer->channel->transportName();
+  const auto transport =
+      std::ranges::find_if(transports_, [&](const auto& one) { return one->name() == name; });
+  if (transport == transports_.end()) return onEnded(id, evidence);
   if (peer->disconnected) return;
+  const Bytes listens = connections_->endpointOf(id);
   reconnector_->reconnect(id,
                           {.channel = peer->channel,
-                           .transport = transport,
-                           .endpoint = std::move(endpoint),
+                           .transport = transport->get(),
+                           .endpoint = listens.empty() ? Bytes() : endpointFor(name, listens),
                            .isOurs = peer->isOurs},
                           evidence);
 }
 
 // On the loop's thread.
 void Engine::onReconnected(const EngineId& id, const std::optional<Evidence>& how) {
-  std::shared_ptr<Peer> peer;
-  std::string name;
-  {
-    std::lock_guard lock(mutex_);
-    peer = known(id);
-    if (!peer || peer->disconnected) return;
-    name = peer->name.empty() ? "a peer" : peer->name;
-    ++counters_.retries;
-  }
+  const auto peer = connections_->find(id);
+  if (!peer || peer->disconnected) return;
+  const std::string name = connections_->nameOf(*peer);
+  connections_->countReconnection();
   const auto now = Clock::now();
   const auto took =
       std::chrono::duration_cast<std::chrono::milliseconds>(now - (how ? how->when : now));
@@ -162,24 +109,16 @@ void Engine::onReconnected(const EngineId& id, const std::optional<Evidence>& ho
 
 // On the loop's thread.
 void Engine::onEnded(const EngineId& id, const Evidence& seen) {
-  const Evidence evidence = withFarewell(id, seen);
+  const Evidence evidence = farewells_.explain(id, seen);
   // A process that only lost its connection can still be seen to exit.
   if (evidence.kind != Evidence::Kind::kUnreachable) liveness_->unwatch(id);
+  const auto peer = connections_->end(id, evidence);
+  if (!peer) return;
+  // A goodbye is no accusation. The observer logs what follows from an end.
+  log(evidence.isGoodbye() || observer_ ? LogLevel::kInfo : LogLevel::kWarning, logName(),
+      connections_->nameOf(*peer), " is gone: ", evidence.detail);
   {
-    std::lock_guard lock(mutex_);
-    const auto found = peers_.find(id);
-    if (found == peers_.end()) {
-      endedEarly_[id] = evidence;
-      return;
-    }
-    if (found->second->disconnected) return;
-    found->second->evidence = evidence;
-    found->second->disconnected = true;
-    endpoints_.erase(id);
-    const std::string& name = found->second->name;
-    // A goodbye is no accusation. The observer logs what follows from an end.
-    log(evidence.isGoodbye() || observer_ ? LogLevel::kInfo : LogLevel::kWarning, logName(),
-        name.empty() ? "a peer" : name, " is gone: ", evidence.detail);
+    Lock lock(mutex_);
     for (auto& [interrupt, bell] : watchers_) {
       interrupt->bump();
       bell->ring();
@@ -194,20 +133,17 @@ void Engine::tell(const std::vector<EngineId>& peers, const Evidence& evidence) 
 }
 
 void Engine::observe(OnEvidence observer, OnReconnected reconnected) {
-  runOnLoop([this, observer = std::move(observer), reconnected = std::move(reconnected)]() mutable {
-    observer_ = std::move(observer);
-    reconnected_ = std::move(reconnected);
-    if (!observer_) return;
-    std::vector<std::shared_ptr<Peer>> disconnected;
-    {
-      std::lock_guard lock(mutex_);
-      if (!peers_.empty()) watchSoon();
-      for (const auto& [id, peer] : peers_) {
-        if (peer->disconnected) disconnected.push_back(peer);
-      }
-    }
-    for (const auto& peer : disconnected) observer_({peer->id}, peer->evidence);
-  });
+  loop_->runAndWait(
+      [this, observer = std::move(observer), reconnected = std::move(reconnected)]() mutable {
+        observer_ = std::move(observer);
+        reconnected_ = std::move(reconnected);
+        if (!observer_) return;
+        const auto peers = connections_->all();
+        if (!peers.empty()) watchSoon();
+        for (const auto& [id, peer] : peers) {
+          if (peer->disconnected) observer_({id}, peer->evidence);
+        }
+      });
 }
 
 // Starts liveness later, for the reason given at startSilenceDetection().

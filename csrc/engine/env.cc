@@ -16,6 +16,15 @@ bool isTransportName(std::string_view name) {
   });
 }
 
+// The engine's own tables are in the arena, too.
+bool parseArenaBytes(std::string_view value, EngineEnv& env, std::string& allowed) {
+  uint64_t bytes = 0;
+  const bool isNumber = parseNumber(value, 0, uint64_t(1) << 46, bytes, allowed);
+  allowed = "0, or a whole number from 67108864 (64 MiB) to 70368744177664 (64 TiB)";
+  env.arenaBytes = bytes;
+  return isNumber && (bytes == 0 || bytes >= uint64_t(64) << 20);
+}
+
 // The engine's registry checks that the names exist.
 bool parseTransports(std::string_view value, EngineEnv& env, std::string& allowed) {
   const bool areNames = parseNames(value, env.transports, allowed);
@@ -71,6 +80,10 @@ constexpr EnvEntry<EngineEnv> kTable[] = {
       "Threads that post the commands of a group's kernels to other hosts, at most 64; 0: one for "
       "each network card, at most 8. Never more than there are ranks on other hosts"},
      numberInto<&EngineEnv::proxyThreads, 0, 64>},
+    {{"MOONCAKE_ARENA_BYTES", "0",
+      "Address space for all Buffers, groups and windows that share an engine, of which only "
+      "touched pages take memory; 0: 64 GiB"},
+     parseArenaBytes},
     {{"MOONCAKE_SIM_SEED", "1", "Seed of the faults and delays of transport sim"},
      numberInto<&EngineEnv::simSeed, 0, UINT64_MAX>},
 };

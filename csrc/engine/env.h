@@ -26,6 +26,7 @@ struct EngineEnv {
   bool mapsDeviceMemory = false;  // MOONCAKE_CUDA_IPC
   size_t peerMessages = 0;        // MOONCAKE_PEER_MESSAGES: bytes, see MessagePools
   size_t proxyThreads = 0;        // MOONCAKE_PROXY_THREADS: 0: see proxy::threadsFor()
+  size_t arenaBytes = 0;          // MOONCAKE_ARENA_BYTES: 0: see EngineOptions::arenaBytes
   uint64_t simSeed = 1;           // MOONCAKE_SIM_SEED: seed of transport sim
   // No variables; FabricEnv::read() merges them: the required provider, the source of that demand
   // (for errors), and the names of the cards to use, if not all.

@@ -12,7 +12,7 @@ namespace mooncake {
 // arena  u64 lease's offset there  u64 lease's turn
 
 Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, size_t bytes) {
-  auto block = engine->arena().allocate(kUserOffset + bytes);
+  auto block = engine->allocate(kUserOffset + bytes);
   if (!block.ok()) return block.error();
   auto region = engine->regions().add(block->data(), block->bytes(), kRemoteRead | kRemoteWrite);
   if (!region.ok()) return region.error();

@@ -8,14 +8,14 @@
 #include "base/wait.h"
 #include "engine/contract/transfer.h"
 #include "engine/engine.h"
-#include "engine/local/fence_words.h"
 #include "engine/memory/arena.h"
+#include "engine/memory/fence_words.h"
 #include "engine/memory/lease_table.h"
 #include "engine/memory/region_table.h"
 
 namespace mooncake {
 
-// Symmetric memory of a group: every rank owns a part of the same size that the others can put
+// Symmetric memory of a group: every rank owns a part of the same size that the other ranks can put
 // into. A part starts with its owner's doorbell. It is made in two steps, create() and attach(); in
 // between the members exchange their describe() results. Ends with retire(), at the latest in its
 // destructor.
@@ -28,7 +28,7 @@ class Window {
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
-  // Returns the description of this rank's part, for the others' attach().
+  // Returns the description of this rank's part, for attach() of the other ranks.
   Bytes describe() const;
   // peers[r] is null for this rank itself. parts[r] is the description from rank r. It is empty if
   // rank r was lost before it gave one; nothing of such a rank is ever written or read.
@@ -86,9 +86,9 @@ class Window {
   bool isRetired(int rank, uint64_t number) const;
 
   // We touch this window no more, and our lease ends. Our part and `more` may still be touched by
-  // the others. They are reused once each of them has ended its lease, or its process has ended;
-  // until then they stay unchanged. A goodbye is not enough, nor is a view without the rank. Call
-  // it once.
+  // the other ranks. They are reused once each of them has ended its lease, or its process has
+  // ended; until then they stay unchanged. A goodbye is not enough, nor is a view without the rank.
+  // Call it once.
   void retire(std::vector<RetiredMemory> more = {});
 
   // Returns whether the rank has fenced us and goes on without us. If so, data that we read from

@@ -9,20 +9,23 @@ namespace mooncake::ep {
 Result<std::shared_ptr<Buffer>> Buffer::create(std::unique_ptr<Group> group, size_t bytes,
                                                Deadline deadline, bool hasResults) {
   std::shared_ptr<Buffer> buffer(new Buffer(std::move(group), bytes));
-  auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
-  if (!block.ok()) return block.error();
   const BufferLayout layout(bytes, hasResults);
-  auto landing = buffer->group_->engine().regions().add(block->data, 2 * layout.sendBytes(),
-                                                        kRemoteWrite | kLasting);
-  if (!landing.ok()) return landing.error();
-  buffer->landing_ = std::move(*landing);
-  auto hosts =
-      Hosts::meet(*buffer->group_,
-                  {.sendBytes = layout.sendBytes(), .region = buffer->landing_.remote()}, deadline);
+  auto block = buffer->group_->reserve(std::max<size_t>(bytes, 1));
+  const auto memory = block.ok() ? buffer->land(*block, layout) : block.error();
+  auto hosts = Hosts::meet(*buffer->group_, memory, deadline);
   if (!hosts.ok()) return hosts.error();
   buffer->memory_.reset(new Memory{*buffer->group_, *block, layout, std::move(*hosts)});
   buffer->unmaskAll();
   return buffer;
+}
+
+// Registers the send memory, into which ranks that do not map us put rows.
+Result<Hosts::Memory> Buffer::land(const Group::Shared& block, const BufferLayout& layout) {
+  auto landing =
+      group_->engine().regions().add(block.data, 2 * layout.sendBytes(), kRemoteWrite | kLasting);
+  if (!landing.ok()) return landing.error();
+  landing_ = std::move(*landing);
+  return Hosts::Memory{.sendBytes = layout.sendBytes(), .region = landing_.remote()};
 }
 
 Buffer::~Buffer() { close(Deadline::after(group_->engine().env().failureTimeout)); }
@@ -80,9 +83,9 @@ void Buffer::keepResult(std::byte* recv, std::shared_ptr<Task> dispatch) {
 
 Result<Buffer::NextSend> Buffer::nextSend(Deadline deadline) {
   {
-    std::unique_lock lock(mutex_);
-    const auto isIdle = [&] { return !isRunning_ && tasks_.empty(); };
-    if (!changed_.wait_until(lock, deadline.when(), isIdle))
+    Lock lock(mutex_);
+    const auto isIdle = [&]() REQUIRES(mutex_) { return !isRunning_ && tasks_.empty(); };
+    if (!changed_.wait_until(mutex_, deadline.when(), isIdle))
       return Error{ErrorCode::kTimeout, "the calls before have not ended in time"};
   }
   const uint64_t number = group_->lastNumber + 1;
@@ -108,7 +111,7 @@ GroupRanks Buffer::view() const {
 
 std::shared_ptr<Task> Buffer::submit(std::function<Status(Memory&)> run, bool inBackground) {
   auto task = std::make_shared<Task>([this, run = std::move(run)] { return run(*memory_); });
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (isClosed_) {
     task->status_ = {ErrorCode::kAborted, "the buffer was destroyed"};
     task->isDone_.store(true, std::memory_order_release);
@@ -139,7 +142,7 @@ std::shared_ptr<Task> Buffer::submit(std::function<Status(Memory&)> run, bool in
 void Buffer::carryOut(Task& task) {
   task.status_ = task.run_();
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     task.isDone_.store(true, std::memory_order_release);
     isRunning_ = false;
     changed_.notify_all();
@@ -149,9 +152,10 @@ void Buffer::carryOut(Task& task) {
 }
 
 void Buffer::runThread() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !isRunning_ && (isClosed_ || !tasks_.empty()); });
+    changed_.wait(mutex_,
+                  [&]() REQUIRES(mutex_) { return !isRunning_ && (isClosed_ || !tasks_.empty()); });
     if (tasks_.empty()) return;
     auto task = std::move(tasks_.front());
     tasks_.pop_front();
@@ -164,8 +168,9 @@ void Buffer::runThread() {
 }
 
 void Buffer::await(const Task& task, const std::function<void()>& nowAndThen) {
-  std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, SleepObserver::kInterval, [&] { return task.isDone(); })) {
+  Lock lock(mutex_);
+  while (!changed_.wait_for(mutex_, SleepObserver::kInterval,
+                            [&]() REQUIRES(mutex_) { return task.isDone(); })) {
     if (!nowAndThen) continue;
     lock.unlock();
     nowAndThen();
@@ -201,12 +206,12 @@ size_t Buffer::mostTokens(size_t rowBytes, size_t hidden, size_t extras,
 
 void Buffer::close(Deadline deadline) {
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     if (std::exchange(isClosed_, true)) return;
     changed_.notify_all();
-    const auto isIdle = [&] { return !isRunning_ && tasks_.empty(); };
+    const auto isIdle = [&]() REQUIRES(mutex_) { return !isRunning_ && tasks_.empty(); };
     // A late call is in an operation with other ranks: the failure of the group ends it.
-    if (!changed_.wait_until(lock, deadline.when(), isIdle)) {
+    if (!changed_.wait_until(mutex_, deadline.when(), isIdle)) {
       lock.unlock();
       group_->fail({ErrorCode::kAborted, "the buffer was destroyed"});
     }

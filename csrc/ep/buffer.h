@@ -1,14 +1,13 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "ep/calls.h"
 
 namespace mooncake::ep {
@@ -33,7 +32,8 @@ class Task {
 // buffer's thread: then a caller that fetches its result late holds up no rank. One thread calls.
 class Buffer {
  public:
-  // Collective over the group. `hasResults`: see BufferLayout.
+  // Collective over the group: a rank without memory is an error of all ranks. `hasResults`: see
+  // BufferLayout.
   static Result<std::shared_ptr<Buffer>> create(std::unique_ptr<Group> group, size_t bytes,
                                                 Deadline deadline, bool hasResults = true);
   ~Buffer();
@@ -61,8 +61,8 @@ class Buffer {
   Status checkRoom(const Shape& shape, const ExpertMap& experts) const;
   // kInvalidArgument: the routing table does not fit into a slot.
   Status checkTable(size_t tokens, size_t topk, int numExperts) const;
-  // Memory into which the next dispatch puts its received rows: not that of the newest result. Only
-  // this rank writes there, so ranks need not choose the same.
+  // Memory into which the next dispatch puts its received rows: not the memory of the newest
+  // result. Only this rank writes there, so ranks need not choose the same.
   std::byte* nextRecv();
   // The rows of this dispatch are a result, in that memory, unless the dispatch fails.
   void keepResult(std::byte* recv, std::shared_ptr<Task> dispatch);
@@ -86,20 +86,21 @@ class Buffer {
   // call has a deadline of its own.
   void await(const Task& task, const std::function<void()>& nowAndThen);
 
-  // Waits for running calls, ends those that are late at the deadline, and leaves the group. Called
-  // once, and not on the buffer's own thread.
+  // Waits for running calls, ends late ones at the deadline, and leaves the group. Called once,
+  // and not on the buffer's own thread.
   void close(Deadline deadline);
   bool isOwnThread() const { return thread_.get_id() == std::this_thread::get_id(); }
 
  private:
   Buffer(std::unique_ptr<Group> group, size_t bytes) : group_(std::move(group)), bytes_(bytes) {}
-  void runThread();
-  void carryOut(Task& task);
+  Result<Hosts::Memory> land(const Group::Shared& block, const BufferLayout& layout);
+  void runThread() EXCLUDES(mutex_);
+  void carryOut(Task& task) EXCLUDES(mutex_);
 
   const std::unique_ptr<Group> group_;
   const size_t bytes_;
   std::unique_ptr<Memory> memory_;
-  MemoryRegion landing_;  // region of the send memory, into which ranks that do not map us put rows
+  MemoryRegion landing_;  // region of the send memory
   std::shared_ptr<const ExpertMap> experts_;
   bool isSet_ = false;
   GroupRanks mask_;
@@ -109,11 +110,11 @@ class Buffer {
   };
   std::deque<KeptResult> results_;  // the newest two, in the order of their calls
 
-  std::mutex mutex_;  // guards all below
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<Task>> tasks_;
-  bool isRunning_ = false;
-  bool isClosed_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<std::shared_ptr<Task>> tasks_ GUARDED_BY(mutex_);
+  bool isRunning_ GUARDED_BY(mutex_) = false;
+  bool isClosed_ GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -52,7 +51,7 @@ struct Handle {
 struct Field {
   const std::byte* from = nullptr;  // [tokens][bytes]
   size_t bytes = 0;
-  std::byte* to = nullptr;  // [rows][bytes], set by DispatchCall::makeRoom
+  std::byte* to = nullptr;  // [rows][bytes]
 };
 // Bytes of a field in a sent row.
 constexpr size_t sentBytes(const Field& field) { return roundUp(field.bytes, 16); }
@@ -69,24 +68,22 @@ struct DispatchCall {
   // Of kFields. Then the experts are the ranks themselves, so each rank has one expert.
   std::vector<Field> fields;
   uint32_t agreed = 0;  // of kFields: a number that must be the same on all ranks
-  // Of kFields, by rank: the places of its rows, where fields and `sources` have those of several
+  // Of kFields, by rank: the places of its rows, where fields and `sources` have rows of several
   // calls. Empty: all rows stand side by side.
   struct Places {
     size_t begin = 0, end = 0;
   };
   std::vector<Places> places;
-  // Of kFields: makes memory for this many rows, which sets Field::to and `sources`. Called once
-  // the tables of all ranks are here, and again if the operation begins anew after a loss.
-  std::function<Status(size_t rows)> makeRoom;
+  std::optional<size_t> room;  // of kFields: rows for which Field::to and `sources` have places
 
   size_t rowBytes() const;  // in sent form
 
   // Results; rows are [local expert][rank * T + place].
-  std::byte* rows = nullptr;       // hidden channels each
-  std::byte* scales = nullptr;     // [local expert][scale or word of four][row]
-  int32_t* counts = nullptr;       // [local expert]
-  int32_t* sources = nullptr;      // [local expert][row]: index of the token at its rank
-  int64_t* ranges = nullptr;       // [local expert][rank]: begin << 32 | count
+  std::byte* rows = nullptr;    // hidden channels each
+  std::byte* scales = nullptr;  // [local expert][scale or word of four][row]
+  int32_t* counts = nullptr;    // [local expert]
+  int32_t* sources = nullptr;   // [local expert][row]: index of the token at its rank; may be null
+  int64_t* ranges = nullptr;    // [local expert][rank]: begin << 32 | count
   int32_t* addedCounts = nullptr;  // [local expert], added to; may be null
   int64_t* waits = nullptr;        // [rank], added to, in microseconds; may be null
 };
@@ -110,7 +107,7 @@ struct CombineCall {
   std::optional<Clock::duration> patience;
   std::shared_ptr<Handle> handle;
 
-  // Rows that are added to those of the experts, before them.
+  // Rows that are added to the experts' rows, before them.
   std::vector<const uint16_t*> biases;  // [tokens][hidden] each
   // Further numbers of each row, which are summed without weights.
   size_t extras = 0;                    // of a row

@@ -46,7 +46,7 @@ class Count final : public Algorithm {
     return op.commit();
   }
 
-  // The others did it without us.
+  // The other ranks did it without us.
   void endSkipped(const Operation& op) {
     census_.all.assign(size_t(op.size()), std::vector<uint32_t>(census_.numbers.size()));
     ending_.participants = {};

@@ -9,8 +9,8 @@
 
 namespace mooncake::ep {
 
-// Tells every rank the numbers of all others, ahead of a dispatch of the normal mode: no rank knows
-// how many tokens the others have, and its layout depends on the most of them.
+// Tells every rank the numbers of all ranks, ahead of a dispatch of the normal mode: no rank knows
+// how many tokens other ranks have, and its layout depends on the largest number.
 struct Census {
   Status inputs;                  // see calls.h
   std::vector<uint32_t> numbers;  // as many on every rank
@@ -18,7 +18,8 @@ struct Census {
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
 
-  // Result, by rank. Also of masked ranks, since they follow the same layout; zeros for all others.
+  // Result, by rank. Also of masked ranks, since they follow the same layout; zeros for other
+  // ranks.
   std::vector<std::vector<uint32_t>> all;
 };
 Status count(const Memory& memory, Census& census, Ending& ending);

@@ -2,7 +2,7 @@
 // publishes which rows are for which rank. Then each rank adds up the rows of its tokens, in top-k
 // order, so that the sum has the same bits in any order of arrival. Cost: one copy of each row that
 // does not stand there already, k rows read for each token, one exchange of slots. Over messages
-// each row crosses once, those of the first tokens first, and a second exchange says that all ranks
+// each row crosses once, rows of the first tokens first, and a second exchange says that all ranks
 // have their rows. Over messages rows are fetched from the caller's memory, unless cards fetch
 // them: cards would have to register that memory first, which costs more than the copy.
 #include <algorithm>
@@ -64,7 +64,7 @@ class Combine final : public Algorithm {
 
   void rollBack(Operation&, Rollback) override { region_ = {}; }
 
-  // Writes the results of an operation that the others ran without us.
+  // Writes the results of an operation that the other ranks ran without us.
   Status endSkipped(const Operation& op) {
     for (const int r : op.ranks()) ending_.participants.add(r);
     ending_.participants &= call_.mask & handle_.participants;

@@ -1,5 +1,5 @@
 // Every rank casts its rows once, into memory that the ranks of its host map, and publishes which
-// experts its tokens chose. Then each rank takes the rows for its experts. It reads those of its
+// experts its tokens chose. Then each rank takes the rows for its experts. It reads rows of its
 // own host in the mapping. Rows of another host come in the slot if they are few, else they are
 // put, or this rank fetches them. Cost: n rows written once, a row read for each (token, expert),
 // one exchange of slots; over messages a second exchange says that all ranks have their rows.
@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/failpoint.h"
+#include "base/hash.h"
 #include "ep/calls.h"
 #include "ep/given_rows.h"
 #include "ep/participants.h"
@@ -71,11 +72,10 @@ class Dispatch final : public Algorithm {
 
   void stop(Operation&) override { given_.stop(); }
 
-  // The others did it without us.
+  // The other ranks did it without us.
   Status endSkipped(const Operation& op) {
     next_.assign(experts_.numLocal(op.rank()), 0);
     arrivals_.clear();
-    MOONCAKE_TRY(makeRoom());
     ranges_.assign(next_.size() * size_t(op.size()), {});
     GroupRanks participants;
     for (const int r : op.ranks()) participants.add(r);
@@ -115,7 +115,7 @@ class Dispatch final : public Algorithm {
     const auto areAnyShared = findRows(op, tables, participants, routes, pieces);
     if (!areAnyShared.ok()) return areAnyShared.error();
     MOONCAKE_TRY(plan(op, tables, participants, routes));
-    MOONCAKE_TRY(makeRoom());
+    MOONCAKE_TRY(writeSources(op));
     hint_ = copyHint(arrivals_.size() * channelBytes(), ranksOfHost(op));
     copyRows(Arrival::kHere);  // while the other rows arrive
     size_t copied = 0;         // index of the next arrival
@@ -136,7 +136,7 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  // The rows of a rank that does not map us: those for this rank, or those for our whole host.
+  // The rows of a rank that does not map us: rows for this rank, or rows for our whole host.
   struct Landed {
     const std::byte* rows = nullptr;  // packed
     bool isForHost = false;
@@ -307,13 +307,20 @@ class Dispatch final : public Algorithm {
     return {};
   }
 
-  // The place of the row among those of all our experts.
+  // The place of the row among the rows of all our experts.
   size_t placeOf(const Arrival& arrival) const {
     return arrival.expert * size_t(shape_.numRanks) * shape_.maxTokens + arrival.place;
   }
 
-  Status makeRoom() const {
-    if (call_.makeRoom) MOONCAKE_TRY(call_.makeRoom(arrivals_.size()));
+  Status writeSources(const Operation& op) const {
+    if (call_.room && arrivals_.size() > *call_.room) {
+      return {ErrorCode::kProtocol, "dispatch: " + op.group().nameRank(op.rank()) + " receives " +
+                                        std::to_string(arrivals_.size()) +
+                                        " rows, which the ranks counted as no more than " +
+                                        std::to_string(*call_.room) +
+                                        ": do all ranks run the same version?"};
+    }
+    if (!call_.sources) return {};
     for (const Arrival& arrival : arrivals_)
       call_.sources[placeOf(arrival)] = int32_t(arrival.token);
     return {};
@@ -443,12 +450,11 @@ class Dispatch final : public Algorithm {
 
 namespace {
 
-// Rows of the same size may have other fields. FNV-1a.
+// Rows of the same size may have other fields.
 uint32_t hashOf(const DispatchCall& call) {
   if (call.fields.empty()) return 0;
-  uint32_t hash = (2166136261u ^ uint32_t(call.handle->shape.hidden)) * 16777619u;
-  hash = (hash ^ call.agreed) * 16777619u;
-  for (const Field& field : call.fields) hash = (hash ^ uint32_t(field.bytes)) * 16777619u;
+  uint32_t hash = fnv1a({call.handle->shape.hidden, call.agreed});
+  for (const Field& field : call.fields) hash = fnv1a({field.bytes}, hash);
   return hash;
 }
 

@@ -118,8 +118,8 @@ Status GivenRows::checkEnd(const Operation& op, size_t end, size_t limit) const 
               std::to_string(limit) + ": make the buffer as large as the size hint says"};
 }
 
-// Packs the rows, unless nearly all are wanted: sending the few others, too, costs less than
-// copying all of these. All rows are sent also if there is no room for a copy.
+// Packs the rows, unless nearly all are wanted: sending the few other rows, too, costs less than
+// copying the wanted ones. All rows are sent also if there is no room for a copy.
 Status GivenRows::pack(const Operation& op, Packed& packed, size_t& offset) const {
   const size_t end = offset + packed.tokens.size() * rowBytes_;
   const bool hasRoom = shared_->isPackingBounded() || end <= shared_->ownEnd();

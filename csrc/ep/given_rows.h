@@ -29,7 +29,7 @@ class GivenRows {
  public:
   GivenRows(const Memory& memory, const DispatchCall& call);
 
-  // Writes the rows, and packs those for ranks that do not map us.
+  // Writes the rows, and packs rows for ranks that do not map us.
   Status stage(Operation& op);
   // None: all ranks map us.
   const std::optional<SharedRows>& shared() const { return shared_; }

@@ -9,18 +9,28 @@
 namespace mooncake::ep {
 namespace {
 
-// Payload, wire form:  GroupRanks mapped  u64 send bytes  region as everywhere: u64 address, bytes,
-// key
+// Payload, wire form:  u8 kind, then
+//   kMemory:  GroupRanks mapped  u64 send bytes  region as everywhere: u64 address, bytes, key
+//   kError:   string of the error (<= 1024)
+enum class Kind : uint8_t { kMemory = 0, kError };
+constexpr size_t kMostText = 1024;
+
 class Meet final : public Algorithm {
  public:
-  explicit Meet(Hosts::Memory ours) : ours_(std::move(ours)) {}
+  explicit Meet(Result<Hosts::Memory> ours) : ours_(std::move(ours)) {}
 
   Status publish(Operation& op) override {
     ByteWriter out;
-    ours_.mapped.write(out);
-    const RemoteRegion& region = ours_.region;
-    const Bytes words =
-        out.put(ours_.sendBytes).put(region.address).put(region.bytes).put(region.key).take();
+    if (ours_.ok()) {
+      out.put(static_cast<uint8_t>(Kind::kMemory));
+      ours_->mapped.write(out);
+      const RemoteRegion& region = ours_->region;
+      out.put(ours_->sendBytes).put(region.address).put(region.bytes).put(region.key);
+    } else {
+      out.put(static_cast<uint8_t>(Kind::kError))
+          .putString(ours_.error().message.substr(0, kMostText));
+    }
+    const Bytes words = out.take();
     std::ranges::copy(words, op.payload());
     return op.begin(words.size());
   }
@@ -33,6 +43,11 @@ class Meet final : public Algorithm {
       const size_t bytes = std::min<size_t>(slot.payloadBytes, op.group().slotBytes());
       const Bytes copy(slot.payload, slot.payload + bytes);
       ByteReader in(copy);
+      const bool hasFailed = static_cast<Kind>(in.get<uint8_t>()) == Kind::kError;
+      const std::string why = hasFailed ? in.getString(kMostText) : std::string();
+      if (hasFailed && in.finish("the error of a rank's buffer").ok())
+        return op.agree(
+            {ErrorCode::kExhausted, op.group().nameRank(r) + " could not make its Buffer: " + why});
       Hosts::Memory& its = all[size_t(r)];
       its.mapped = GroupRanks::read(in);
       its.sendBytes = in.get<uint64_t>();
@@ -50,14 +65,14 @@ class Meet final : public Algorithm {
   std::vector<Hosts::Memory> all;  // by rank
 
  private:
-  const Hosts::Memory ours_;
+  const Result<Hosts::Memory> ours_;
 };
 
 }  // namespace
 
-Result<Hosts> Hosts::meet(Group& group, Memory ours, Deadline deadline) {
-  for (int r = 0; r < group.size(); ++r) {
-    if (r == group.rank() || group.window().peerPtr(r)) ours.mapped.add(r);
+Result<Hosts> Hosts::meet(Group& group, Result<Memory> ours, Deadline deadline) {
+  for (int r = 0; ours.ok() && r < group.size(); ++r) {
+    if (r == group.rank() || group.window().peerPtr(r)) ours->mapped.add(r);
   }
   Meet meet(std::move(ours));
   const Call call{.verb = Verb::kMeetHosts, .dtype = DType::kUInt64, .count = 1};

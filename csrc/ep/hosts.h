@@ -13,8 +13,8 @@
 namespace mooncake::ep {
 
 // The hosts of a group: the ranks of a host map each other's memory. Data that several of them need
-// from another rank crosses the network once: one of them gets it, and the others read it there.
-// Equal on all ranks.
+// from another rank crosses the network once: one of them gets it, and the other ranks read it
+// there. Equal on all ranks.
 class Hosts {
  public:
   // A rank's description of its buffer.
@@ -24,8 +24,9 @@ class Hosts {
     RemoteRegion region;  // region of the send memory, for puts
   };
   explicit Hosts(std::vector<Memory> all);  // by rank
-  // Collective. Fills in `ours.mapped`.
-  static Result<Hosts> meet(Group& group, Memory ours, Deadline deadline);
+  // Collective. Fills in `mapped` of our description. A rank without memory gives its error. Then
+  // all ranks return one error, which names that rank.
+  static Result<Hosts> meet(Group& group, Result<Memory> ours, Deadline deadline);
 
   // Splits ranks by host: ascending within a host, the hosts by their lowest rank.
   std::vector<std::vector<int>> split(const std::vector<int>& ranks) const;

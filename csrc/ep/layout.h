@@ -9,8 +9,8 @@
 // The memory of a buffer. Every offset of it is in this file.
 //
 //   send 0, send 1   read by the other ranks: the rows that this rank sends, and rows that arrive
-//                    for its whole host. One is for operations with even numbers, one for those
-//                    with odd numbers, like slots (group/slot.h)
+//                    for its whole host. One is for operations with even numbers, one for
+//                    operations with odd numbers, like slots (group/slot.h)
 //                    dispatch: [n] rows of this rank's tokens, in sent form
 //                              then, for each host that does not map us, the rows for it, packed
 //                              then rows of ranks of other hosts: SharedRows

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,16 +10,14 @@
 #include "base/deadline.h"
 #include "base/result.h"
 #include "engine/engine.h"
-#include "engine/env.h"
 #include "group/group.h"
-#include "group/group_env.h"
 
 namespace mooncake::ep {
 
 struct OwnJobOptions {
   int rank = 0;
   int size = 1;
-  size_t bytes = 0;                  // of the buffer
+  size_t bytes = 0;                  // of all buffers that use the job
   bool raises = false;               // mode `raise`
   std::string routeHint;             // see EngineEnv::routeHint
   std::vector<std::string> devices;  // network cards of the job's own engine; empty: all
@@ -26,32 +25,19 @@ struct OwnJobOptions {
   // own.
   std::shared_ptr<Engine> lent;
   std::string lentKey;
+  Status ready;  // not ok: this rank cannot begin the job
 };
 
-// The job of a buffer over ranks that are in no group of ours. Its ranks exchange bytes twice: the
-// proposed keys, and then, in begin(), their addresses.
-class OwnJob {
- public:
-  // Reads the environment.
-  static Result<OwnJob> prepare(OwnJobOptions options);
+// Passes this rank's bytes to all ranks, and returns the bytes of all, by rank.
+using ByteExchange = std::function<Result<std::vector<Bytes>>(const Bytes& mine)>;
 
-  // The key that this rank proposes for the job. Empty: this rank has a key, from the environment
-  // or from the lent engine.
-  const Bytes& proposedKey() const { return proposedKey_; }
-  // Collective. Makes the engine, if none was lent, and the group of all ranks. The job has the key
-  // of this rank, or else `firstProposal`, which rank 0 made. Called once.
-  Result<std::unique_ptr<Group>> begin(Bytes firstProposal, const Group::Exchange& exchange,
-                                       Deadline deadline);
-
- private:
-  OwnJob(OwnJobOptions options, EngineEnv env, GroupEnv groupEnv);
-
-  Result<std::shared_ptr<Engine>> engineWith(Bytes key);
-
-  OwnJobOptions options_;
-  EngineEnv env_;
-  GroupEnv groupEnv_;
-  Bytes proposedKey_;
-};
+// Begins the job of buffers over ranks that are in no group of ours, and returns the group of all
+// ranks. Collective: the ranks exchange bytes twice, the proposed keys and then their addresses. If
+// a rank cannot go on until then, all ranks return its error, which names it. Reads the environment.
+Result<std::unique_ptr<Group>> beginOwnJob(const OwnJobOptions& options,
+                                           const ByteExchange& exchange, Deadline deadline);
+// Makes one more group of the job's ranks, over the job's connections. Collective.
+Result<std::unique_ptr<Group>> groupWithin(const Group& first, const OwnJobOptions& options,
+                                           Deadline deadline);
 
 }  // namespace mooncake::ep

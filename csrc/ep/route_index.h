@@ -22,8 +22,8 @@ class RouteIndex {
   struct Choice {
     uint32_t token;
     uint32_t expert;  // local
-    uint32_t inHost;  // index of the row among those packed for this rank's host
-    uint32_t inRank;  // index of the row among those packed for this rank
+    uint32_t inHost;  // index of the row among the rows packed for this rank's host
+    uint32_t inRank;  // index of the row among the rows packed for this rank
   };
 
   // `hosts` holds the ranks of the attempt and must outlive this object. Null: rows are not packed

@@ -3,6 +3,8 @@
 #include <cstring>
 #include <string>
 
+#include "base/hash.h"
+
 namespace mooncake::ep {
 namespace {
 
@@ -62,7 +64,7 @@ void putExperts(ByteWriter& out, std::span<const int32_t> experts) {
   out.putRaw(std::as_bytes(std::span(words)));
 }
 
-// False: a number is not that of an expert.
+// False: a number names no expert.
 template <typename Word>
 bool takeExperts(ByteView raw, int numExperts, std::vector<int32_t>& experts) {
   experts.resize(raw.size() / sizeof(Word));
@@ -103,10 +105,9 @@ ExpertMap::ExpertMap(std::vector<int> owners, int numRanks)
 
 size_t ExpertMap::mostLocal() const { return *std::ranges::max_element(counts_); }
 
-// FNV-1a
 uint32_t ExpertMap::hash() const {
-  uint32_t hash = 2166136261u;
-  for (const int owner : owners_) hash = (hash ^ uint32_t(owner)) * 16777619u;
+  uint32_t hash = fnv1a({});
+  for (const int owner : owners_) hash = fnv1a({uint64_t(owner)}, hash);
   return hash;
 }
 

@@ -12,7 +12,7 @@
 #include "membership/rank_set.h"
 
 // The tables that ranks publish in the slots of a dispatch and of a combine. They are decoded here,
-// from a copy: a rank that the others went on without may read one while it changes.
+// from a copy: a rank that the group went on without may read one while it changes.
 namespace mooncake::ep {
 
 constexpr int32_t kNoExpert = -1;
@@ -33,7 +33,7 @@ class ExpertMap {
   int numExperts() const { return static_cast<int>(owners_.size()); }
   int owner(int expert) const { return owners_[size_t(expert)]; }
   const std::vector<int>& owners() const { return owners_; }  // by expert
-  // Index of the expert among those of its owner, from 0 on, in ascending order.
+  // Index of the expert among its owner's experts, from 0 on, in ascending order.
   int local(int expert) const { return local_[size_t(expert)]; }
   size_t numLocal(int rank) const { return counts_[size_t(rank)]; }
   // The experts of a rank, ascending.
@@ -48,7 +48,7 @@ class ExpertMap {
   std::vector<int> local_;
   std::vector<size_t> counts_;  // by rank
   std::vector<size_t> begins_;  // by rank: index in byRank_ of its first expert
-  std::vector<int> byRank_;     // all experts, those of a rank side by side
+  std::vector<int> byRank_;     // all experts, each rank's side by side
 };
 
 // kInvalidArgument: tokens that name an expert more than once send it more than `most` rows. Each
@@ -74,7 +74,7 @@ inline bool isPushed(RowsAt at) { return at == RowsAt::kPushed || at == RowsAt::
 //   GroupRanks mask: the ranks that the caller counts as active
 //   experts[tokens][top-k]: u16 each, or u32 from 65535 experts on; all bits set: none
 //   zeros up to a multiple of 16, for the rows' alignment
-// then those rows, if they are in the payload.
+// then the rows, if they are in the payload.
 struct DispatchTable {
   uint32_t tokens = 0;
   uint32_t topk = 0;

@@ -14,8 +14,8 @@ size_t countRanks(const std::vector<std::vector<int>>& hosts) {
 
 size_t roundedUpRatio(size_t a, size_t b) { return (a + b - 1) / b; }
 
-// Most sources that push to one rank. All ranks of a host count, also those that are lost: a source
-// keeps its place for the life of the buffer.
+// Most sources that push to one rank. All ranks of a host count, also lost ones: a source keeps
+// its place for the life of the buffer.
 size_t mostPushed(const std::vector<std::vector<int>>& all) {
   const size_t ranks = countRanks(all);
   size_t most = 0;

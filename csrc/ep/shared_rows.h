@@ -12,8 +12,8 @@
 namespace mooncake::ep {
 
 // Layout of the send memory of a dispatch. Rows that several ranks of another host need cross to
-// that host once: one of its ranks gets them, and the others read them there. Every rank computes
-// the same layout from facts that all ranks know, so no rank asks:
+// that host once: one of its ranks gets them, and its other ranks read them there. Every rank
+// computes the same layout from facts that all ranks know, so no rank asks:
 //
 //   own rows | packed rows, for each other host | pushed rows | fetched rows
 //

@@ -13,7 +13,7 @@ class Barrier : public Algorithm {
 
 // Cost: one exchange of slots, n-1 signals per rank. (The dissemination barrier of Hensgen, Finkel
 // and Manber needs log2(n) rounds of one signal; we exchange all slots anyway, so that every rank
-// learns the calls of all others.)
+// learns the calls of all other ranks.)
 Status barrier(Group& group, Deadline deadline);
 
 }  // namespace mooncake

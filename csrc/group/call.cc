@@ -1,43 +1,14 @@
 #include "group/call.h"
 
+#include <cstddef>
 #include <cstdio>
+#include <iterator>
 
 namespace mooncake {
 
 const char* verbName(Verb verb) {
-  switch (verb) {
-    case Verb::kBarrier:
-      return "barrier";
-    case Verb::kBroadcast:
-      return "broadcast";
-    case Verb::kAllreduce:
-      return "all_reduce";
-    case Verb::kReduce:
-      return "reduce";
-    case Verb::kAllgather:
-      return "all_gather";
-    case Verb::kReduceScatter:
-      return "reduce_scatter";
-    case Verb::kAlltoall:
-      return "all_to_all";
-    case Verb::kGather:
-      return "gather";
-    case Verb::kScatter:
-      return "scatter";
-    case Verb::kRegisterWindow:
-      return "window.tensor_register";
-    case Verb::kDeregisterWindow:
-      return "window.tensor_deregister";
-    case Verb::kDispatch:
-      return "dispatch";
-    case Verb::kCombine:
-      return "combine";
-    case Verb::kMeetHosts:
-      return "mooncake.ep.Buffer";
-    case Verb::kCountTokens:
-      return "dispatch's count of tokens";
-  }
-  return "unknown operation";
+  const size_t place = size_t(verb) - 1;
+  return place < std::size(kVerbNames) ? kVerbNames[place] : "unknown operation";
 }
 
 std::string describeCall(const Call& call) {

@@ -25,8 +25,24 @@ enum class Verb : uint8_t {
   kMeetHosts,
   kCountTokens,
 };
+// In torch.distributed, in the order of Verb.
+constexpr const char* kVerbNames[] = {"barrier",
+                                      "broadcast",
+                                      "all_reduce",
+                                      "reduce",
+                                      "all_gather",
+                                      "reduce_scatter",
+                                      "all_to_all",
+                                      "gather",
+                                      "scatter",
+                                      "window.tensor_register",
+                                      "window.tensor_deregister",
+                                      "dispatch",
+                                      "combine",
+                                      "mooncake.ep.Buffer",
+                                      "dispatch's count of tokens"};
 
-// Where a rank called an operation. Callbacks that count are those of futures of the group's own
+// Where a rank called an operation. Callbacks count if they are of futures of the group's own
 // operations. The order between their calls and the program's is the same on all ranks only if the
 // program waits for the callbacks.
 enum class CalledFrom : uint8_t {
@@ -60,7 +76,7 @@ struct Call {
 };
 static_assert(sizeof(Call) == 24);
 
-const char* verbName(Verb verb);  // torch.distributed's name: "all_reduce"
+const char* verbName(Verb verb);  // "all_reduce"
 
 // "all_reduce(float32, 256 elements, SUM)". Unknown numbers print as numbers.
 std::string describeCall(const Call& call);

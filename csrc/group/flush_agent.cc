@@ -41,7 +41,7 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
             .lostBefore = static_cast<uint32_t>(std::ranges::count_if(options_.jobRanks, isOut)),
             .mostRounds = kMostRounds,
             .resend = resendAfter(membership_.engine().env()),
-            .nameRank = options_.nameRank};
+            .globalRanks = options_.globalRanks};
       }()),
       outbox_(owner, membership, options_.jobRanks, options_.topic) {
   for (size_t r = 0; r < options_.jobRanks.size(); ++r) {
@@ -63,7 +63,7 @@ void FlushAgent::start() {
 // this agent alive for a moment, but none of the objects that it refers to.
 void FlushAgent::stop() {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isStopped_ = true;
     frozen_ = false;
     isLeftOut_ = false;
@@ -74,20 +74,21 @@ void FlushAgent::stop() {
 
 // -- actions of the machine
 
-FlushAgent::Step::Step(FlushAgent& agent) : agent_(agent), lock_(agent.mutex_) {
+FlushAgent::Step::Step(FlushAgent& agent) : agent_(agent) {
+  agent.mutex_.lock();
   agent.machine_.hasEnded(agent.endedWord_->load(std::memory_order_acquire));
 }
 
 FlushAgent::Wait::Wait(FlushAgent& agent, Clock::time_point called)
     : agent_(agent), called_(called) {
-  std::lock_guard lock(agent_.mutex_);
+  Lock lock(agent_.mutex_);
   agent_.isWaiting_ = true;
 }
 
 FlushAgent::Wait::~Wait() {
   GroupRanks gone;
   {
-    std::lock_guard lock(agent_.mutex_);
+    Lock lock(agent_.mutex_);
     agent_.isWaiting_ = false;
     gone = std::exchange(agent_.gone_, {});
   }
@@ -96,7 +97,8 @@ FlushAgent::Wait::~Wait() {
 
 void FlushAgent::take(FlushActions actions) {
   hasLeaver_.store(machine_.hasLeaver(), std::memory_order_release);
-  for (auto& action : actions) std::visit([this](auto& one) { take(one); }, action);
+  for (auto& action : actions)
+    std::visit([this](auto& one) REQUIRES(mutex_) { take(one); }, action);
   settle();
 }
 
@@ -145,8 +147,7 @@ void FlushAgent::take(FlushAction::Tell& tell) {
                                   .isFarewell = tell.message.kind == FlushMessage::Kind::kLeft});
 }
 
-// Reports, if the caller has stopped. Sets the timers of events that no other thread brings. Needs
-// the lock.
+// Reports, if the caller has stopped. Sets the timers of events that no other thread brings.
 void FlushAgent::settle() {
   if (machine_.wantsReport() && !busy_.load(std::memory_order_acquire)) {
     // Since this step began, the caller may have ended its operation. It stores `ended` before it
@@ -223,12 +224,11 @@ Status FlushAgent::awaitDecision() {
     if (how == WaitResult::kInterrupted) continue;
     std::string missing;
     {
-      std::lock_guard lock(mutex_);
-      for (const int r : machine_.missing())
-        missing += (missing.empty() ? "" : ", ") + options_.nameRank(r);
+      Lock lock(mutex_);
+      missing = nameRanks(machine_.missing(), options_.globalRanks);
     }
     owner_.fail({ErrorCode::kTimeout,
-                 "group '" + options_.group + "' on " + options_.nameRank(options_.rank) +
+                 "group '" + options_.group + "' on " + nameRank(options_.rank) +
                      " could not agree on how its operation ends: no report of " + missing +
                      ", which the job believes alive. Destroy the group and make it again"});
   }
@@ -238,11 +238,11 @@ FlushAgent::Resolution FlushAgent::resolve(uint64_t number, Clock::time_point ca
                                            FlushReport::AbortReason abort, Error why, Wish wish) {
   const Wait wait(*this, called);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isResolving_ = true;
   }
   const Resolution resolution = awaitResolved(number, abort, std::move(why), wish);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isResolving_ = false;
   return resolution;
 }
@@ -289,7 +289,7 @@ Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
   // view.
   const auto budget = Deadline::after(kBudgets * env.failureTimeout);
   const auto isFree = [&] {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     return machine_.isSlotFree(number);
   };
   Repetition asking({resendAfter(env), kMostPause}, Clock::now());
@@ -315,13 +315,13 @@ Status FlushAgent::awaitSlot(uint64_t number, bool isBusy) {
 }
 
 bool FlushAgent::missesLeaverSlowly(uint64_t number) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return machine_.missesLeaver(number);
 }
 
 void FlushAgent::end(uint64_t number, const Status& status) {
   if (!status.ok()) {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     machine_.endsWith(number, status.error());
   }
   failpoint("ended");
@@ -342,12 +342,12 @@ void FlushAgent::end(uint64_t number, const Status& status) {
 // -- queries
 
 std::shared_ptr<const GroupView> FlushAgent::viewWhenIdle() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return allView_;
 }
 
 FlushState FlushAgent::state() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return {.attempt = machine_.attempt(),
           .isFrozen = machine_.isFrozen(),
           .target = machine_.target(),
@@ -361,14 +361,14 @@ FlushState FlushAgent::state() const {
 }
 
 bool FlushAgent::isActive(int rank) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return machine_.isActive(rank);
 }
 
 // The last operation that the rank is known to have ended.
 uint64_t FlushAgent::endedOf(int rank) const {
   if (const auto* word = owner_.endedWordOf(rank)) return word->load(std::memory_order_acquire);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return machine_.knownEnded()[size_t(rank)];
 }
 
@@ -400,7 +400,7 @@ void FlushAgent::onMessage(const EngineId& from, ByteView bytes) {
   const bool isReport =
       message.ok() && message->kind != Kind::kEnded && message->kind != Kind::kAsk;
   if (!message.ok() || (isReport && message->report.from != rank)) {
-    owner_.fail({ErrorCode::kProtocol, options_.nameRank(rank) +
+    owner_.fail({ErrorCode::kProtocol, nameRank(rank) +
                                            " sent a message of a flush that does not decode: do "
                                            "all ranks run the same version?"});
     return;

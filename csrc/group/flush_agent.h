@@ -4,12 +4,13 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
+#include "base/rank_list.h"
 #include "base/wait.h"
 #include "group/flush_outbox.h"
 #include "group/flush_owner.h"
@@ -48,7 +49,7 @@ class FlushAgent final : public Membership::Listener,
     uint64_t topic = 0;         // the same on all members, and used by no other group
     bool raises = false;
     bool founds = false;
-    std::function<std::string(int)> nameRank;
+    std::vector<int> globalRanks;  // for messages, see nameRanks()
   };
 
   // Begins with start(), ends with stop().
@@ -70,9 +71,10 @@ class FlushAgent final : public Membership::Listener,
   std::shared_ptr<const GroupView> takeSkipped() { return std::exchange(skipped_, nullptr); }
   // Notes that the caller is about to publish that it is in the operation.
   void begins(uint64_t number) { begun_ = number; }
-  // Attempt and members of the operation. Constant while busy.
-  Attempt attempt() const { return attempt_; }
-  const std::shared_ptr<const GroupView>& view() const { return view_; }
+  // Attempt and members of the operation, for a busy caller. Not checked: both only change while
+  // the agent is frozen and its caller is not busy.
+  Attempt attempt() const NOT_CHECKED { return attempt_; }
+  const std::shared_ptr<const GroupView>& view() const NOT_CHECKED { return view_; }
   // Members of the next operations, for a caller that is not busy. None of them is skipped.
   std::shared_ptr<const GroupView> viewWhenIdle() const;
   // Any thread, any time.
@@ -120,6 +122,9 @@ class FlushAgent final : public Membership::Listener,
   // Waits until every other member has ended this operation, or is gone, or the deadline has
   // passed. Then tells the members that we leave, so that they need not ask us any more.
   void leave(uint64_t number, Deadline deadline);
+  // True if no other member calls an operation that has yet to end here: see
+  // FlushMachine::doAllLeave().
+  bool doAllLeave();
   // The first half of leave(): only waits.
   void awaitEnded(uint64_t number, Deadline deadline);
   // Tells the membership that an operation misses the ranks of `before` that are not in `now`.
@@ -139,16 +144,18 @@ class FlushAgent final : public Membership::Listener,
 
   // Holds the lock, and has told the machine how far the caller is. The destructor empties the
   // outbox.
-  class Step {
+  class SCOPED_CAPABILITY Step {
    public:
-    explicit Step(FlushAgent& agent);
-    ~Step() { agent_.outbox_.carryOut(lock_); }
+    explicit Step(FlushAgent& agent) ACQUIRE(agent.mutex_);
+    ~Step() RELEASE() {
+      agent_.outbox_.carryOut(agent_.mutex_);
+      agent_.mutex_.unlock();
+    }
     Step(const Step&) = delete;
     Step& operator=(const Step&) = delete;
 
    private:
     FlushAgent& agent_;
-    std::unique_lock<std::mutex> lock_;
   };
 
   // The caller waits for a decision while this lives. The destructor notes how long the ranks that
@@ -165,19 +172,19 @@ class FlushAgent final : public Membership::Listener,
     const Clock::time_point called_;
   };
 
-  void take(FlushActions actions);
-  void take(FlushAction::Freeze freeze);
-  void take(const FlushAction::End& end);
-  void take(const FlushAction::Supply& supply);
-  void take(FlushAction::GoOn& goOn);
-  void take(FlushAction::Tell& tell);
-  void take(FlushAction::LookUp) { owner_.ring(); }
-  void take(FlushAction::Interrupt) { owner_.interruptAll(); }
-  void take(FlushAction::Fail& failure) { owner_.fail(std::move(failure.why)); }
-  void take(FlushAction::Note& note) { outbox_.add(std::move(note.text)); }
-  void settle();
-  void lookAgain();
-  void awaitTick();
+  void take(FlushActions actions) REQUIRES(mutex_);
+  void take(FlushAction::Freeze freeze) REQUIRES(mutex_);
+  void take(const FlushAction::End& end) REQUIRES(mutex_);
+  void take(const FlushAction::Supply& supply) REQUIRES(mutex_);
+  void take(FlushAction::GoOn& goOn) REQUIRES(mutex_);
+  void take(FlushAction::Tell& tell) REQUIRES(mutex_);
+  void take(FlushAction::LookUp) REQUIRES(mutex_) { owner_.ring(); }
+  void take(FlushAction::Interrupt) REQUIRES(mutex_) { owner_.interruptAll(); }
+  void take(FlushAction::Fail& failure) REQUIRES(mutex_) { owner_.fail(std::move(failure.why)); }
+  void take(FlushAction::Note& note) REQUIRES(mutex_) { outbox_.add(std::move(note.text)); }
+  void settle() REQUIRES(mutex_);
+  void lookAgain() REQUIRES(mutex_);
+  void awaitTick() REQUIRES(mutex_);
   void runAt(Deadline when, void (FlushAgent::*step)());
 
   Status beginSlowly(uint64_t number);
@@ -185,15 +192,20 @@ class FlushAgent final : public Membership::Listener,
   Status awaitDecision();
   Status awaitSkipped();
   bool haveEnded(const GroupRanks& ranks, uint64_t number) const;
-  std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const;
+  std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const
+      REQUIRES(mutex_);
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
   void awaitLeaveSent(Deadline deadline);
-  bool missesLeaverSlowly(uint64_t number) const;
-  uint64_t endedOf(int rank) const;
+  bool missesLeaverSlowly(uint64_t number) const EXCLUDES(mutex_);
+  uint64_t endedOf(int rank) const EXCLUDES(mutex_);
   FlushView viewOf(const View& job) const;
   // Returns the global ranks of these members.
   JobRanks toJobRanks(const GroupRanks& members) const;
   void onMessage(const EngineId& from, ByteView message);
+
+  std::string nameRank(int rank) const {
+    return nameRanks(std::span(&rank, 1), options_.globalRanks);
+  }
 
   FlushOwner& owner_;
   Membership& membership_;
@@ -213,18 +225,20 @@ class FlushAgent final : public Membership::Listener,
   bool isWithout_ = false;  // the operation runs without the skipped ranks
   std::shared_ptr<const GroupView> skipped_;
 
-  mutable std::mutex mutex_;  // guards all below; attempt_ and view_ only change while frozen
-  FlushMachine machine_;
-  Attempt attempt_;                           // copy of the machine's, for the caller
-  std::shared_ptr<const GroupView> view_;     // of the operation under way, or of the next one
-  std::shared_ptr<const GroupView> allView_;  // of the operations after that one
-  bool isResolving_ = false;  // the caller is in an operation, though it may not be busy
-  bool isWaiting_ = false;    // the caller waits for a decision
-  GroupRanks gone_;           // members that the decisions since then go on without
-  bool isStopped_ = false;
-  bool isLooking_ = false;  // the timer of lookAgain() is set
-  bool isTicking_ = false;  // the timer of awaitTick() is set
-  FlushOutbox outbox_;
+  mutable Mutex mutex_;
+  FlushMachine machine_ GUARDED_BY(mutex_);
+  Attempt attempt_ GUARDED_BY(mutex_);  // copy of the machine's, for the caller
+  // Of the operation under way, or of the next one.
+  std::shared_ptr<const GroupView> view_ GUARDED_BY(mutex_);
+  std::shared_ptr<const GroupView> allView_ GUARDED_BY(mutex_);  // of the operations after that one
+  // The caller is in an operation, though it may not be busy.
+  bool isResolving_ GUARDED_BY(mutex_) = false;
+  bool isWaiting_ GUARDED_BY(mutex_) = false;  // the caller waits for a decision
+  GroupRanks gone_ GUARDED_BY(mutex_);  // members that the decisions since then go on without
+  bool isStopped_ GUARDED_BY(mutex_) = false;
+  bool isLooking_ GUARDED_BY(mutex_) = false;  // the timer of lookAgain() is set
+  bool isTicking_ GUARDED_BY(mutex_) = false;  // the timer of awaitTick() is set
+  FlushOutbox outbox_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -3,6 +3,7 @@
 
 #include "base/backoff.h"
 #include "base/failpoint.h"
+#include "base/mutex.h"
 #include "group/flush_agent.h"
 
 namespace mooncake {
@@ -23,7 +24,7 @@ constexpr size_t kAskedFirst = 2;
 // nor our leave report.
 void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
   const auto size = static_cast<int>(options_.jobRanks.size());
-  const auto hasEnded = [&](int r) {
+  const auto hasEnded = [&](int r) REQUIRES(mutex_) {
     if (r == options_.rank || !machine_.isActive(r)) return true;
     if (const auto& peer = *membership_.peer(options_.jobRanks[size_t(r)]); peer.disconnected) {
       const auto how = peer.evidence.kind;
@@ -36,10 +37,10 @@ void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
       machine_.peerHasEnded(r, word->load(std::memory_order_acquire));
     return machine_.knownEnded()[size_t(r)] >= number;
   };
-  std::vector<int> missing;  // members that have not ended, those just below us first
+  std::vector<int> missing;  // members that have not ended, from just below us down
   Repetition asking({pauseFor(size), kMostPause, kMostRepetitions}, Clock::now());
   Repetition looking({kLookAtWords, kAskAgain}, Clock::now());
-  const auto isOver = [&] {
+  const auto isOver = [&]() REQUIRES(mutex_) {
     missing.clear();
     for (int back = 1; back < size; ++back) {
       const int r = (options_.rank + size - back) % size;
@@ -73,10 +74,15 @@ void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
       }
     }
     owner_.waiter(deadline.earlier(Deadline::at(look))).until([&] {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       return isOver();
     });
   }
+}
+
+bool FlushAgent::doAllLeave() {
+  const Step step(*this);
+  return machine_.doAllLeave();
 }
 
 void FlushAgent::leave(uint64_t number, Deadline deadline) {

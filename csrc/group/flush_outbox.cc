@@ -9,18 +9,19 @@
 
 namespace mooncake {
 
-void FlushOutbox::carryOut(std::unique_lock<std::mutex>& lock) {
+void FlushOutbox::carryOut(Mutex& mutex) {
   if (isActing_) return;
   isActing_ = true;
   while (!due_.empty()) {
     auto due = std::exchange(due_, {});
-    lock.unlock();
     std::vector<Letter> unsent;
-    for (Due& one : due) {
-      if (auto to = perform(one); !to.empty())
-        unsent.push_back({std::move(to), std::move(std::get<Letter>(one).message), true});
+    {
+      const UnlockedScope unlocked(mutex);
+      for (Due& one : due) {
+        if (auto to = perform(one); !to.empty())
+          unsent.push_back({std::move(to), std::move(std::get<Letter>(one).message), true});
+      }
     }
-    lock.lock();
     std::ranges::move(unsent, std::back_inserter(unsent_));
   }
   isActing_ = false;

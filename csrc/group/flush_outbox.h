@@ -1,19 +1,19 @@
 #pragma once
 
 #include <functional>
-#include <mutex>
 #include <string>
 #include <variant>
 #include <vector>
 
+#include "base/mutex.h"
 #include "group/flush_owner.h"
 #include "membership/membership.h"
 
 namespace mooncake {
 
 // Messages, slot copies and log lines that an agent has to send. They are sent in order, without
-// the agent's lock. While one thread sends, the others leave their entries to it. So a caller never
-// waits for the loop's system calls. The agent's lock guards this object.
+// the agent's lock. While one thread sends, other threads leave their entries to it. So a caller
+// never waits for the loop's system calls. The agent's lock guards this object.
 class FlushOutbox {
  public:
   struct Letter {
@@ -33,7 +33,7 @@ class FlushOutbox {
 
   void add(Due due) { due_.push_back(std::move(due)); }
   // Sends all entries, unless another thread is sending. Releases the lock meanwhile.
-  void carryOut(std::unique_lock<std::mutex>& lock);
+  void carryOut(Mutex& mutex) REQUIRES(mutex);
   // Queues again the farewells that the engine did not take. True: there was nothing left to send.
   bool sendAgain();
 

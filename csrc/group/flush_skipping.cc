@@ -1,6 +1,7 @@
-// How a rank ends an operation that the others run without it.
+// How a rank ends an operation that the other ranks run without it.
 #include "base/backoff.h"
 #include "base/failpoint.h"
+#include "base/mutex.h"
 #include "group/flush_agent.h"
 
 namespace mooncake {
@@ -29,7 +30,7 @@ Status FlushAgent::awaitSkipped() {
     SkippingOperation operation;
     GroupRanks awaited;
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       operation = machine_.leftOutOf();
       awaited = machine_.awaitedIn(operation);
     }

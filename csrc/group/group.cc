@@ -18,7 +18,7 @@ namespace {
 // A part:                       bytes window part (window.cc)  bool raises
 // The version covers all later formats, too: slots, mailboxes, stamps and messages. The group uses
 // the topic of rank 0.
-constexpr uint32_t kMemberVersion = 9;
+constexpr uint32_t kMemberVersion = 10;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals, even with eight ranks on two
 // cores. A slot holds four times that, for operations over messages in which only one rank sends.
@@ -58,8 +58,8 @@ struct Group::Meeting {
 Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
                                              GroupOptions options, Deadline deadline) {
   const int rank = options.rank, size = options.size;
-  const auto inStore = [&](const Bytes& mine) {
-    return exchange(store, "members", rank, size, mine, deadline);
+  const auto inStore = [&](const Result<Bytes>& mine) {
+    return mine.ok() ? exchange(store, "members", rank, size, *mine, deadline) : mine.error();
   };
   auto group = create(std::move(engine), inStore, std::move(options), deadline);
   // kInterrupted: no rank waits for an earlier attempt.
@@ -72,7 +72,10 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine,
                                              const Exchange& exchange, GroupOptions options,
                                              Deadline deadline) {
   auto group = prepare(std::move(engine), std::move(options));
-  if (!group.ok()) return group;
+  if (!group.ok()) {
+    const auto told = exchange(group.error());
+    return told.ok() ? group.error() : told.error();
+  }
   auto meeting = (*group)->meet(exchange, deadline);
   if (!meeting.ok()) return meeting.error();
   MOONCAKE_TRY((*group)->start(std::move(*meeting)));
@@ -87,26 +90,37 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine,
 Status Group::beginJob(Deadline deadline) {
   const Status begun = barrier(*this, deadline);
   if (!lastView || (!begun.ok() && begun.code() != ErrorCode::kPeerLost)) return begun;
-  std::string lost;
+  RankTexts lost;
   for (int r = 0; r < size(); ++r) {
-    if (lastView->contains(r)) continue;
-    lost += (lost.empty() ? "" : ", ") + nameRank(r) + " (" + whyGone(r) + ")";
+    if (!lastView->contains(r)) lost.add(r, whyGone(r));
   }
   if (lost.empty()) return begun;
-  // A survivor that left at once would be named by the others as lost, too.
+  // A survivor that left at once would be named by the other ranks as lost, too.
   leave(deadline.earlier(Deadline::after(engine().env().failureTimeout)));
+  const auto phrase = [this](const std::vector<int>& ranks, const std::string& why) {
+    return nameRanks(ranks) + " (" + why + ")";
+  };
   return {ErrorCode::kPeerLost, nameRank(rank()) + " cannot begin the job of " +
-                                    std::to_string(size()) + " ranks, which lost " + lost +
+                                    std::to_string(size()) + " ranks, which lost " +
+                                    lost.join(", ", phrase) +
                                     " before it had begun: look at the log of the lost rank, then "
                                     "start all ranks again"};
 }
 
 Result<std::unique_ptr<Group>> Group::createWithin(std::shared_ptr<Membership> job,
                                                    GroupOptions options, Deadline deadline) {
+  MemberExchange::Options place{
+      .group = options.name, .jobRanks = options.globalRanks, .rank = options.rank};
+  for (int r = static_cast<int>(place.jobRanks.size()); r < options.size; ++r)
+    place.jobRanks.push_back(r);
+  // Every member counts the group, also if it cannot make it.
+  const auto topics = job->newTopics(options.name, place.jobRanks);
+  if (!topics.ok()) return topics.error();
+  place.topic = topics->first;
   auto group = prepare(job->sharedEngine(), std::move(options));
-  if (!group.ok()) return group;
+  if (!group.ok()) return MemberExchange::refuse(job, place, group.error());
   (*group)->membership_ = std::move(job);
-  auto meeting = (*group)->meetInJob(deadline);
+  auto meeting = (*group)->meetInJob(std::move(place), topics->second, deadline);
   const Status made = meeting.ok() ? (*group)->start(std::move(*meeting)) : meeting.status();
   if (made.ok()) return group;
   if (auto& exchange = (*group)->exchange_) exchange->giveUp(made.error());
@@ -124,8 +138,22 @@ Result<std::unique_ptr<Group>> Group::prepare(std::shared_ptr<Engine> engine,
   const size_t eagerBytes = options.env.eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
   const PartLayout layout(size, slotBytes, options.mailboxBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
+  const size_t arenaBytes = engine->arena().capacity();
   auto window = Window::create(std::move(engine), layout.bytes());
-  if (!window.ok()) return window.error();
+  if (!window.ok()) {
+    Error why = window.error();
+    if (why.code == ErrorCode::kExhausted) {
+      const size_t bytes = Window::kUserOffset + layout.bytes();
+      why.message = "group '" + group->name() + "' cannot be made on " +
+                    group->nameRank(group->rank()) + ": " + why.message +
+                    ". Each group of this size takes " + std::to_string(bytes) + " bytes, so " +
+                    std::to_string(arenaBytes / bytes) +
+                    " fit if nothing else is there. Destroy groups that are not used, raise "
+                    "MOONCAKE_ARENA_BYTES, or set a smaller MOONCAKE_EAGER_BYTES on all ranks, "
+                    "which makes groups smaller";
+    }
+    return why;
+  }
   group->window_ = std::move(*window);
   return group;
 }
@@ -196,19 +224,10 @@ Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) 
   return meeting;
 }
 
-Result<Group::Meeting> Group::meetInJob(Deadline deadline) {
-  Meeting meeting{.jobRanks = options_.globalRanks};
-  for (int r = static_cast<int>(meeting.jobRanks.size()); r < size(); ++r)
-    meeting.jobRanks.push_back(r);
-  const auto topics = membership_->newTopics(options_.name, meeting.jobRanks);
-  if (!topics.ok()) return topics.error();
-  meeting.topic = topics->second;
-  exchange_ = std::make_unique<MemberExchange>(membership_,
-                                               MemberExchange::Options{.group = options_.name,
-                                                                       .topic = topics->first,
-                                                                       .jobRanks = meeting.jobRanks,
-                                                                       .rank = rank()},
-                                               describePart());
+Result<Group::Meeting> Group::meetInJob(MemberExchange::Options place, uint64_t topic,
+                                        Deadline deadline) {
+  Meeting meeting{.jobRanks = place.jobRanks, .topic = topic};
+  exchange_ = std::make_unique<MemberExchange>(membership_, std::move(place), describePart());
   auto all = exchange_->collect(deadline);
   if (!all.ok()) return all.error();
   for (int r = 0; r < size(); ++r) {
@@ -254,7 +273,7 @@ Status Group::start(Meeting meeting) {
                           .topic = meeting.topic,
                           .raises = options_.raises,
                           .founds = meeting.isWholeJob,
-                          .nameRank = [this](int r) { return nameRank(r); }});
+                          .globalRanks = options_.globalRanks});
   onView(*agent_->view());
   engine().watch(&interrupt_, &window_->bell());
   agent_->start();
@@ -271,12 +290,8 @@ Group::~Group() {
   window_->retire(std::move(reserved_));
 }
 
-std::string Group::nameRank(int rank) const {
-  std::string text = "rank " + std::to_string(rank);
-  if (!options_.globalRanks.empty() && options_.globalRanks[rank] != rank) {
-    text += " (global rank " + std::to_string(options_.globalRanks[rank]) + ")";
-  }
-  return text;
+std::string Group::nameRanks(std::span<const int> ranks) const {
+  return mooncake::nameRanks(ranks, options_.globalRanks);
 }
 
 Waiter Group::waiter(Deadline deadline) const {
@@ -285,7 +300,7 @@ Waiter Group::waiter(Deadline deadline) const {
 
 void Group::fail(Error why) {
   {
-    std::lock_guard lock(failureMutex_);
+    Lock lock(failureMutex_);
     if (!failure_.ok()) return;
     failure_ = std::move(why);
   }
@@ -303,7 +318,7 @@ void Group::interruptAll() {
 Status Group::usable() const {
   const bool hasFailed = failed_.load(std::memory_order_acquire);
   if (!hasFailed) return membership_->isOver() ? membership_->standing() : Status();
-  std::lock_guard lock(failureMutex_);
+  Lock lock(failureMutex_);
   return failure_;
 }
 
@@ -313,12 +328,12 @@ void Group::onView(const GroupView& view) {
 }
 
 void Group::watchReconnects(std::function<void(int)> watcher) {
-  std::lock_guard lock(reconnectMutex_);
+  Lock lock(reconnectMutex_);
   onReconnected_ = std::move(watcher);
 }
 
 void Group::onReconnected(int rank) {
-  std::lock_guard lock(reconnectMutex_);
+  Lock lock(reconnectMutex_);
   if (onReconnected_) onReconnected_(rank);
 }
 
@@ -349,7 +364,7 @@ std::optional<SlotCopy> Group::copyPart(uint64_t number, int of) const {
   const uint64_t payloadBytes = slot.payloadBytes;
   if (stampNumber(stamp) != number || payloadBytes > slotBytes_) return std::nullopt;
   // A rank that is behind in a split operation has published `done`, else no rank could have ended
-  // it. So it has all payloads that were for it, and has no use for those that were for us.
+  // it. So it has all payloads that were for it, and has no use for payloads for us.
   if (slot.isSplit) return std::nullopt;
   constexpr size_t kStampEnd = offsetof(Slot, begun) + sizeof(Slot::begun);
   const auto* data = reinterpret_cast<const std::byte*>(&slot) + kStampEnd;
@@ -370,7 +385,7 @@ void Group::leave(Deadline deadline) { agent_->leave(lastNumber, deadline); }
 void Group::awaitEnded(Deadline deadline) { agent_->awaitEnded(lastNumber, deadline); }
 
 Result<RetiredMemory> Group::allocate(size_t bytes) const {
-  auto block = engine().arena().allocate(bytes);
+  auto block = engine().allocate(bytes);
   if (!block.ok()) return block.error();
   const uint32_t byCards = usesCards_ ? kLasting | kLanding : 0;
   auto region = engine().regions().add(block->data(), block->bytes(), kRemoteRead | byCards);

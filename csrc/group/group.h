@@ -3,13 +3,14 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
+#include "base/rank_list.h"
 #include "base/wait.h"
 #include "engine/engine.h"
 #include "engine/rendezvous/store.h"
@@ -45,8 +46,9 @@ class Group final : public FlushOwner {
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine, Store& store,
                                                GroupOptions options, Deadline deadline);
   // The same without a store: `exchange` passes this rank's bytes to all ranks, and returns the
-  // bytes of all, by rank. It is called once.
-  using Exchange = std::function<Result<std::vector<Bytes>>(const Bytes& mine)>;
+  // bytes of all, by rank. It is called once. A rank that cannot make the group passes its error,
+  // and `exchange` then returns an error, which has to be the same on all ranks.
+  using Exchange = std::function<Result<std::vector<Bytes>>(const Result<Bytes>& mine)>;
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine,
                                                const Exchange& exchange, GroupOptions options,
                                                Deadline deadline);
@@ -59,6 +61,7 @@ class Group final : public FlushOwner {
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
   const std::string& name() const { return options_.name; }
+  const GroupEnv& env() const { return options_.env; }
   Engine& engine() const { return window_->engine(); }
   const Window& window() const { return *window_; }
   const PartLayout& layout() const { return layout_; }
@@ -68,7 +71,8 @@ class Group final : public FlushOwner {
   size_t slotBytes() const { return slotBytes_; }    // of a slot's payload
   size_t eagerBytes() const { return eagerBytes_; }  // most bytes that all ranks exchange in slots
   // "rank 3", and "rank 3 (global rank 7)" where they differ.
-  std::string nameRank(int rank) const;
+  std::string nameRank(int rank) const { return nameRanks(std::span(&rank, 1)); }
+  std::string nameRanks(std::span<const int> ranks) const;
 
   // Topic of the flush's messages; point-to-point uses the next one. The same on all ranks.
   uint64_t topic() const { return topic_; }
@@ -152,7 +156,7 @@ class Group final : public FlushOwner {
   static Result<std::unique_ptr<Group>> prepare(std::shared_ptr<Engine> engine,
                                                 GroupOptions options);
   Result<Meeting> meet(const Exchange& exchange, Deadline deadline);
-  Result<Meeting> meetInJob(Deadline deadline);
+  Result<Meeting> meetInJob(MemberExchange::Options place, uint64_t topic, Deadline deadline);
   Bytes describePart() const;
   Result<Bytes> takePart(ByteReader& in, int rank) const;
   Status start(Meeting meeting);
@@ -185,13 +189,13 @@ class Group final : public FlushOwner {
   uint64_t topic_ = 0;
   Interrupt interrupt_;
   std::atomic<bool> failed_{false};
-  mutable std::mutex failureMutex_;
-  Status failure_;
+  mutable Mutex failureMutex_;
+  Status failure_ GUARDED_BY(failureMutex_);
   std::shared_ptr<Membership> membership_;
   std::unique_ptr<MemberExchange> exchange_;  // null: the group is a whole job
   std::shared_ptr<FlushAgent> agent_;
-  std::mutex reconnectMutex_;  // guards onReconnected_
-  std::function<void(int)> onReconnected_;
+  Mutex reconnectMutex_;
+  std::function<void(int)> onReconnected_ GUARDED_BY(reconnectMutex_);
   std::unique_ptr<std::atomic<bool>[]> isOut_;  // by rank: out of the job's view
   std::vector<RetiredMemory> reserved_;
   RetiredMemory shared_;

@@ -4,6 +4,7 @@
 #include <sstream>
 #include <vector>
 
+#include "base/rank_list.h"
 #include "group/group.h"
 
 namespace mooncake {
@@ -75,11 +76,6 @@ class Description {
     const Call call = slots_[rank].of(number).call;
     return std::string(verbName(call.verb)) + " #" + std::to_string(number);
   }
-  std::string list(const std::vector<int>& ranks) const {
-    std::string text;
-    for (const int r : ranks) text += (text.empty() ? "" : ", ") + group_.nameRank(r);
-    return text;
-  }
   bool isIn(int rank) const {
     return std::ranges::binary_search(flush_.active, rank) &&
            !std::ranges::binary_search(flush_.left, rank);
@@ -109,15 +105,15 @@ class Description {
     if (flush_.isBusy) {
       const auto slow = without([&](int r) { return endedOf(r) + 1 >= ended_; });
       return "begins #" + std::to_string(ended_ + 1) +
-             (slow.empty()
-                  ? ""
-                  : " and waits until " + list(slow) + " has ended #" + std::to_string(ended_ - 1));
+             (slow.empty() ? ""
+                           : " and waits until " + group_.nameRanks(slow) + " has ended #" +
+                                 std::to_string(ended_ - 1));
     }
     const auto ahead = without([&](int r) { return slots_[r].last(&Slot::begun) <= ended_; });
     return "is in no operation, the last one that it ended is " + numbered(ended_) +
            (ahead.empty() ? ""
-                          : "; " + list(ahead) + " began " + operation(ended_ + 1, ahead[0]) +
-                                ", which it has not called");
+                          : "; " + group_.nameRanks(ahead) + " began " +
+                                operation(ended_ + 1, ahead[0]) + ", which it has not called");
   }
 
   std::string inFlush() const {
@@ -125,27 +121,28 @@ class Description {
       return flush_.isBusy ? "is interrupted and reports when its operation stops"
                            : "is interrupted and waits for the view of the flush";
     }
-    return "is interrupted and waits for the reports of " + list(flush_.missing);
+    return "is interrupted and waits for the reports of " + group_.nameRanks(flush_.missing);
   }
 
   std::string inOperation() const {
     const std::string waits = "waits in " + operation(begun_, self_) + " for ";
     if (const auto ranks = withoutStamp(&Slot::begun); !ranks.empty()) {
       const bool isAgain = slots_[ranks[0]].last(&Slot::begun) == begun_;
-      std::string text = waits + list(ranks) +
-                         (ranks.size() == 1 ? ", which has" : ", which have") +
-                         (isAgain ? " not begun it again" : " not called it");
-      for (const int r : ranks) {
-        text += "; " + group_.nameRank(r) + "'s last ended operation is " + numbered(endedOf(r)) +
-                (isMapped(r) ? "" : " at least");
-      }
-      return text;
+      RankTexts ends;
+      for (const int r : ranks)
+        ends.add(r, numbered(endedOf(r)) + (isMapped(r) ? "" : " at least"));
+      const auto phrase = [this](const std::vector<int>& alike, const std::string& number) {
+        return "the last ended operation of " + group_.nameRanks(alike) + " is " + number;
+      };
+      return waits + group_.nameRanks(ranks) +
+             (ranks.size() == 1 ? ", which has" : ", which have") +
+             (isAgain ? " not begun it again; " : " not called it; ") + ends.join("; ", phrase);
     }
     for (const auto word : {&Slot::done, &Slot::ready}) {
       if (!hasStamped(word)) continue;
       const auto ranks = withoutStamp(word);
       if (ranks.empty()) break;
-      return waits + list(ranks) + ", which began it and " +
+      return waits + group_.nameRanks(ranks) + ", which began it and " +
              (word == &Slot::done ? "has not got all that it needs" : "has not computed its share");
     }
     return "moves or reduces the data of " + operation(begun_, self_) + ", which all have begun";

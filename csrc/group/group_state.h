@@ -27,7 +27,7 @@ class ListedGroup {
 };
 
 // From now on this signal writes the states of all groups of this process to stderr. A thread of
-// its own writes them, also while all others are stuck. Refused if the signal has a handler
+// its own writes them, also while all other threads are stuck. Refused if the signal has a handler
 // already, or is ignored. Cannot be undone. Forked children do nothing on the signal.
 Status describeStatesOnSignal(int signal);
 

@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/failpoint.h"
+#include "base/rank_list.h"
 
 namespace mooncake {
 namespace {
@@ -15,12 +16,6 @@ namespace {
 constexpr auto kReasonComes = std::chrono::seconds(1);
 // Least patience of a second wish. Each wish costs a flush and an attempt, which need time.
 constexpr auto kLeastPatience = std::chrono::milliseconds(50);
-
-std::string listRanks(const Group& group, const std::vector<int>& ranks) {
-  std::string text;
-  for (const int r : ranks) text += (text.empty() ? "" : ", ") + group.nameRank(r);
-  return text;
-}
 
 Deadline later(Deadline deadline, Clock::duration by) {
   const auto room = Clock::time_point::max() - deadline.when();
@@ -244,7 +239,7 @@ Status Operation::awaitBegun(int rank) {
 // Some rank's call is not ours. Every rank comes here, because each compares all calls with its
 // own. The text says which ranks called what.
 Status Operation::mismatch() {
-  std::map<std::string, std::vector<int>> callers;
+  RankTexts callers;
   std::map<uint64_t, std::vector<int>> counts;  // ranks by Call::sinceLoss
   std::map<CalledFrom, std::vector<int>> places;
   for (const int r : ranks()) {
@@ -253,13 +248,14 @@ Status Operation::mismatch() {
     std::string text = describeCall(theirs);
     if (theirs.fullyMapped != call_.fullyMapped)
       text += theirs.fullyMapped ? " over shared memory" : " over messages";
-    callers[text].push_back(r);
+    callers.add(r, text);
     counts[theirs.sinceLoss].push_back(r);
     places[CalledFrom(theirs.from)].push_back(r);
   }
-  std::string who;
-  for (const auto& [text, called] : callers)
-    who += (who.empty() ? "" : "; ") + listRanks(group_, called) + " called " + text;
+  const std::string who =
+      callers.join("; ", [this](const std::vector<int>& called, const std::string& text) {
+        return group_.nameRanks(called) + " called " + text;
+      });
   if (view_->skipped.empty()) agent_.allBegan(number_);
   const bool areMixed =
       places.contains(CalledFrom::kCallback) &&
@@ -267,13 +263,13 @@ Status Operation::mismatch() {
   std::string difference;
   if (group_.comparesCounts() && counts.size() > 1) {
     for (const auto& [count, called] : counts) {
-      difference += (difference.empty() ? "" : "; ") + listRanks(group_, called) +
+      difference += (difference.empty() ? "" : "; ") + group_.nameRanks(called) +
                     " called its operation " + std::to_string(count) +
                     " since the group began or lost a rank";
     }
   } else if (areMixed) {
     for (const auto& [place, called] : places) {
-      difference += (difference.empty() ? "" : "; ") + listRanks(group_, called) +
+      difference += (difference.empty() ? "" : "; ") + group_.nameRanks(called) +
                     (place == CalledFrom::kCallback ? " called it in a callback of a future"
                                                     : " called it in the program");
     }
@@ -290,7 +286,8 @@ Status Operation::mismatch() {
            (isShift ? "call mooncake_backend.acknowledge_loss(group) on all ranks where they go on "
                       "together, then the same operation"
                     : "let the program wait for the future that then() returns before it calls the "
-                      "next operation")});
+                      "next operation. DDP's PowerSGD hook does not: give DDP a bucket_cap_mb that "
+                      "holds all gradients, or take bf16_compress_hook")});
 }
 
 Status Operation::awaitAllBegun(const std::function<void(int)>& onBegun) {
@@ -369,10 +366,10 @@ Status Operation::commit() const {
   return unlessFenced();
 }
 
-// If this rank was stopped, the others may have gone on without it, and it may have read data of a
-// later operation. As long as a rank counts us in, it does not change the slots that we read, and
-// it fences us before it goes on. So the data that we have read is valid if no rank has fenced us.
-// Stamps do not prove that: a payload is packed before its stamp moves.
+// If this rank was stopped, the other ranks may have gone on without it, and it may have read data
+// of a later operation. As long as a rank counts us in, it does not change the slots that we read,
+// and it fences us before it goes on. So the data that we have read is valid if no rank has fenced
+// us. Stamps do not prove that: a payload is packed before its stamp moves.
 Status Operation::unlessFenced() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   for (const int r : ranks()) {
@@ -415,7 +412,7 @@ Status Operation::agreeRootLost(int root) {
 std::vector<int> Operation::others() const {
   std::vector<int> others = ranks();
   const auto self = std::ranges::lower_bound(others, rank());
-  std::ranges::rotate(others, self);
+  std::rotate(others.begin(), self, others.end());
   others.erase(others.begin());
   return others;
 }
@@ -485,7 +482,7 @@ Status Operation::timedOut(StampWord word) const {
   const std::vector<int> missing = without(word);
   return {ErrorCode::kTimeout,
           "timed out: " + group_.nameRank(rank()) + " waited until the timeout for " +
-              listRanks(group_, missing) +
+              group_.nameRanks(missing) +
               (word == &Slot::begun ? ", which did not call it in time"
                                     : ", which began it but did not end it in time")};
 }

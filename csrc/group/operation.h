@@ -38,9 +38,9 @@ class Algorithm {
 // One operation of a group, seen from one rank: the stages that every algorithm is made of.
 //
 //   begin         publish our call with the payload (small) or the place to fetch it from (large)
-//   awaitBegun    wait for that of another rank, and compare its call with ours
+//   awaitBegun    wait for the call of another rank, and compare it with ours
 //   publishReady  our share of the result, or the data that we fetched for our host, can be read
-//   awaitReady    wait for that of other ranks
+//   awaitReady    wait for the same of other ranks
 //   commit        all data that a rank needs for this operation is in memory that outlives us
 //   publishDone   this rank has all that it needs; optional, before commitDone
 //   commitDone    every rank has all that it needs
@@ -177,7 +177,7 @@ class Operation {
   const GroupView* view_;
   std::shared_ptr<const GroupView> kept_;  // keeps view_, once there may be a later one
   uint64_t stamp_;
-  size_t begunSeen_ = 0;     // so many of ranks() have begun and agree with our call
+  size_t begunSeen_ = 0;     // number of ranks() that have begun and agree with our call
   unsigned calledFrom_ = 0;  // of these: a bit for each CalledFrom
   bool isTaking_ = false;    // another rank has ended this attempt well
   bool isDone_ = false;      // published in this attempt

@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
-#include <mutex>
 #include <sstream>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -12,6 +11,7 @@
 
 #include "base/fork.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "base/thread.h"
 #include "group/group.h"
 #include "group/group_state.h"
@@ -20,8 +20,8 @@ namespace mooncake {
 namespace {
 
 struct Listed {
-  std::mutex mutex;  // guards the list, and keeps its groups from going while they are described
-  std::vector<const Group*> groups;
+  Mutex mutex;  // also keeps the groups from going while they are described
+  std::vector<const Group*> groups GUARDED_BY(mutex);
 };
 
 // Never destroyed: the thread may outlast static objects.
@@ -48,7 +48,7 @@ void onSignal(int) {
 
 void describeAll() {
   Listed& all = listed();
-  std::lock_guard lock(all.mutex);
+  Lock lock(all.mutex);
   for (const Group* group : all.groups) {
     std::istringstream lines(describeState(*group));
     // The user asked for these lines, so they are written at every log level.
@@ -85,18 +85,18 @@ Status startAnswering() {
 }  // namespace
 
 ListedGroup::ListedGroup(const Group& group) : group_(group) {
-  std::lock_guard lock(listed().mutex);
+  Lock lock(listed().mutex);
   listed().groups.push_back(&group);
 }
 
 ListedGroup::~ListedGroup() {
-  std::lock_guard lock(listed().mutex);
+  Lock lock(listed().mutex);
   std::erase(listed().groups, &group_);
 }
 
 Status describeStatesOnSignal(int signal) {
-  static std::mutex& one = *new std::mutex;
-  std::lock_guard lock(one);
+  static Mutex& one = *new Mutex;
+  Lock lock(one);
   const std::string name = "signal " + std::to_string(signal);
   struct sigaction before {};
   if (::sigaction(signal, nullptr, &before) != 0)

@@ -29,10 +29,11 @@ class Writes {
   Status start(int to, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
                size_t word);
   // Does nothing more if all writes have landed. Otherwise waits for them 100 ms, and then until
-  // the operation's deadline, `failure_timeout` at most. If ranks can be skipped, those that have
-  // not begun get the 100 ms only. Then cancels the rest, and waits until their targets confirm
-  // that no part of them comes late. A silent target is lost after `failure_timeout`, which ends
-  // the wait. If a target lives and has not confirmed after ten failure timeouts, the group fails.
+  // the operation's deadline, `failure_timeout` at most. If ranks can be skipped, ranks that
+  // have not begun get the 100 ms only. Then cancels the rest, and waits until their targets
+  // confirm that no part of them comes late. A silent target is lost after `failure_timeout`, which
+  // ends the wait. If a target lives and has not confirmed after ten failure timeouts, the group
+  // fails.
   void end();
 
  private:

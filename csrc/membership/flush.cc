@@ -56,7 +56,7 @@ const Error* FlushDecision::errorOf(uint64_t number) const {
 namespace {
 
 // No rank is left out of the next operation while a report says that its rank has yet to adopt the
-// previous one. A rank that has adopted it since and has left counts, too: others may have its
+// previous one. A rank that has adopted it since and has left counts, too: other ranks may have its
 // earlier report.
 void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decision) {
   const auto wishes = [&](const FlushReport* report) {

@@ -75,7 +75,7 @@ struct FlushDecision {
 
   // Returns the last operation that the reporting rank has ended once it has acted on this
   // decision, without fetching anything. The rank adopts the operation after that, or runs it
-  // again. If it was left out of that operation, it waits until the others have adopted it.
+  // again. If it was left out of that operation, it waits until the other ranks have adopted it.
   uint64_t endedBy(const FlushReport& report) const;
   const Error* errorOf(uint64_t number) const;  // null: ended well, or starts again
   // True if no rank has yet to adopt this operation, which must be below `next`.

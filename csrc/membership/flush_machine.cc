@@ -111,12 +111,12 @@ std::vector<std::pair<int, std::string>> FlushMachine::newLosses() const {
 }
 
 Error FlushMachine::lostError() const {
-  std::string who;
-  for (const auto& [rank, detail] : newLosses()) {
-    who += (who.empty() ? "" : ", ") + options_.nameRank(rank);
-    if (!detail.empty()) who += " (" + detail + ")";
-  }
-  return {ErrorCode::kPeerLost, "lost " + who};
+  RankTexts details;
+  for (const auto& [rank, detail] : newLosses()) details.add(rank, detail);
+  const auto phrase = [this](const std::vector<int>& ranks, const std::string& detail) {
+    return nameRanks(ranks, options_.globalRanks) + (detail.empty() ? "" : " (" + detail + ")");
+  };
+  return {ErrorCode::kPeerLost, "lost " + details.join(", ", phrase)};
 }
 
 // -- messages
@@ -181,13 +181,13 @@ void FlushMachine::join(Attempt attempt, std::string_view why, Clock::time_point
   actions.emplace_back(FlushAction::Freeze{});
 }
 
-// A stamp has no room for this round. The others learn of it from a report for this round.
+// A stamp has no room for this round. The other ranks learn of it from a report for this round.
 void FlushMachine::failForRounds(Attempt attempt, FlushActions& actions) {
   if (std::exchange(isOver_, true)) return;
   actions.emplace_back(FlushAction::Fail{
       {ErrorCode::kExhausted,
-       "group '" + options_.group + "' on " + options_.nameRank(options_.rank) +
-           " was interrupted " + std::to_string(attempt.round) +
+       "group '" + options_.group + "' on " + nameRank(options_.rank) + " was interrupted " +
+           std::to_string(attempt.round) +
            " times without losing a member, by timeouts or connections that were made "
            "again, and cannot count further. Destroy the group and make it again"}});
   tellAll({.kind = Kind::kReport, .report = soFar(attempt)}, actions);
@@ -220,7 +220,7 @@ FlushActions FlushMachine::reconnected(int rank, bool isInOperation, Clock::time
   tell(endedNow());
   if (isFrozen_ || isInOperation) {
     join({newest().losses, newest().round + 1},
-         "the connection to " + options_.nameRank(rank) + " was made again", now, actions);
+         "the connection to " + nameRank(rank) + " was made again", now, actions);
   } else if (lastReport_) {
     tell({.kind = Kind::kReport, .report = *lastReport_});
   }
@@ -240,7 +240,7 @@ FlushActions FlushMachine::stopped() {
   }
   hasReported_ = true;  // [report]
   reportedFor_ = target_;
-  note(actions, target_, "report sent: ", options_.nameRank(mine.from), " ", describe(mine));
+  note(actions, target_, "report sent: ", nameRank(mine.from), " ", describe(mine));
   lastSaid_ = {mine.stoppedAt, mine.hasBegun, mine.wantsToSkip};
   lastReport_ = reports_[options_.rank] = mine;
   tellAll({.kind = Kind::kReport, .report = std::move(mine)}, actions);
@@ -301,8 +301,11 @@ bool FlushMachine::leavesWithUs(int rank) const {
 }
 
 bool FlushMachine::doAllLeave() const {
-  return std::ranges::all_of(
-      active_, [&](int r) { return r == options_.rank || left_.contains(r) || leavesWithUs(r); });
+  return std::ranges::all_of(active_, [&](int r) {
+    if (r == options_.rank || leavesWithUs(r)) return true;
+    const auto left = left_.find(r);
+    return left != left_.end() && left->second.ended <= ended_;
+  });
 }
 
 FlushActions FlushMachine::leaving(uint64_t number) {
@@ -312,8 +315,8 @@ FlushActions FlushMachine::leaving(uint64_t number) {
   return actions;
 }
 
-// The order of the ranks is that of the last attempt: it is the same on all ranks that ended the
-// operation in it. A rank whose order differs is asked (FlushAgent::awaitEnded).
+// The order of the ranks is the order of the last attempt: it is the same on all ranks that ended
+// the operation in it. A rank whose order differs is asked (FlushAgent::awaitEnded).
 void FlushMachine::passOn(FlushActions& actions) {
   const auto self = std::ranges::find(members_, options_.rank);
   if (!leavingAfter_ || leaveReport_ || ended_ < *leavingAfter_ || self == members_.end()) return;
@@ -367,7 +370,7 @@ FlushActions FlushMachine::tick(Clock::time_point now) {
   std::vector<int> askFor = missing();
   if (askFor.empty()) return actions;
   for (const int r : askFor)
-    note(actions, target_, "no report of ", options_.nameRank(r), " yet: asks for it");
+    note(actions, target_, "no report of ", nameRank(r), " yet: asks for it");
   actions.emplace_back(
       FlushAction::Tell{std::move(askFor), {.kind = Kind::kRepeat, .report = *lastReport_}});
   return actions;
@@ -405,7 +408,7 @@ FlushActions FlushMachine::received(int from, const FlushMessage& message, Clock
       break;
     case Kind::kLeft:
       peerHasEnded(from, message.report.ended);
-      note(actions, newest(), options_.nameRank(from), " has left, it ", describe(message.report));
+      note(actions, newest(), nameRank(from), " has left, it ", describe(message.report));
       left_[from] = message.report;
       actions.emplace_back(FlushAction::Interrupt{});
       decide(actions);
@@ -420,11 +423,10 @@ FlushActions FlushMachine::received(int from, const FlushMessage& message, Clock
 void FlushMachine::hear(const FlushReport& report, Clock::time_point now, FlushActions& actions) {
   if (!isInView(report.from) || report.attempt < newest()) return;
   if (report.attempt > newest()) {
-    join(report.attempt, "a report of " + options_.nameRank(report.from), now, actions);  // [join]
+    join(report.attempt, "a report of " + nameRank(report.from), now, actions);  // [join]
   }
   if (!isFrozen_ || report.attempt != target_) return;
-  note(actions, target_, "report received: ", options_.nameRank(report.from), " ",
-       describe(report));
+  note(actions, target_, "report received: ", nameRank(report.from), " ", describe(report));
   reports_[report.from] = report;
   decide(actions);
 }
@@ -492,9 +494,9 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
     knownEnded_[report->from] = std::max(knownEnded_[report->from], decision.endedBy(*report));
   supply(decision, reports, actions);
 
-  // A rank that left still counts if it reported for this flush, because others may have decided
-  // before its leave report arrived. All go on with the same members, and all miss the leaver in
-  // the next operation.
+  // A rank that left still counts if it reported for this flush, because other ranks may have
+  // decided before its leave report arrived. All go on with the same members, and all miss the
+  // leaver in the next operation.
   members_.clear();
   std::ranges::copy_if(active_, std::back_inserter(members_), [&](int r) {
     const auto gone = left_.find(r);

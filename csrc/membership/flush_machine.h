@@ -13,6 +13,7 @@
 
 #include "base/backoff.h"
 #include "base/deadline.h"
+#include "base/rank_list.h"
 #include "membership/flush.h"
 
 // How the members of a group agree on the end of an operation, seen from one member: when it
@@ -62,7 +63,7 @@ using FlushActions =
                              FlushAction::GoOn, FlushAction::Tell, FlushAction::LookUp,
                              FlushAction::Interrupt, FlushAction::Fail, FlushAction::Note>>;
 
-// The members that remain in a view of the job, and the losses among the others.
+// The members that remain in a view of the job, and the losses among the other members.
 struct FlushView {
   // A rank that went without destroying the job.
   struct Loss {
@@ -89,12 +90,12 @@ class FlushMachine {
     std::string group;
     int rank = 0;
     int size = 1;
-    bool raises = false;       // mode `raise`
-    bool founds = false;       // operation 1 begins the job: with all members or not at all
-    uint32_t lostBefore = 0;   // members that were out of the job before the group was made
-    uint32_t mostRounds = 0;   // highest round that fits into a stamp
-    Clock::duration resend{};  // first pause before a rank asks again for missing reports
-    std::function<std::string(int)> nameRank;
+    bool raises = false;           // mode `raise`
+    bool founds = false;           // operation 1 begins the job: with all members or not at all
+    uint32_t lostBefore = 0;       // members that were out of the job before the group was made
+    uint32_t mostRounds = 0;       // highest round that fits into a stamp
+    Clock::duration resend{};      // first pause before a rank asks again for missing reports
+    std::vector<int> globalRanks;  // for messages, see nameRanks()
   };
 
   explicit FlushMachine(Options options);
@@ -131,8 +132,9 @@ class FlushMachine {
   }
   // The rank has said goodbye to the job, though the view may still have it: it needs nothing.
   void saidGoodbye(int rank) { gone_.add(rank); }
-  // True if every other active member is known to leave after the same operation. No rank then
-  // needs our leave report.
+  // True if every other active member has left, or is known to leave after the same operation, and
+  // none has ended more operations than this rank. No rank then needs our leave report, and none
+  // calls an operation that has yet to end here.
   bool doAllLeave() const;
   // The caller has ended its last operation, and so have all other members.
   FlushActions leave();
@@ -192,6 +194,9 @@ class FlushMachine {
   void remember(uint64_t number, Error error);
   std::vector<std::pair<int, std::string>> newLosses() const;
   Error lostError() const;
+  std::string nameRank(int rank) const {
+    return nameRanks(std::span(&rank, 1), options_.globalRanks);
+  }
   void heedLeavers(FlushActions& actions);
   void endFirst();
   void rememberSkip(SkippingOperation operation);

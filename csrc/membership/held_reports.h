@@ -11,7 +11,7 @@ namespace mooncake {
 // Holds back a report that says that a rank has left, until we have that rank's goodbye, too. The
 // report may overtake the leaver's last messages to us, such as "I have your message". If we took
 // the leaver for gone at once, we would call lost a message that has arrived. The goodbye follows
-// those messages on the same connection, so the report waits for it. The wait is short, because
+// these messages on the same connection, so the report waits for it. The wait is short, because
 // that connection may have broken. Pure. To the agreement, a held report looks like a late one.
 class HeldReports {
  public:

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/backoff.h"
+#include "base/rank_list.h"
 
 namespace mooncake {
 namespace {
@@ -18,6 +19,10 @@ constexpr auto kLastAsk = std::chrono::seconds(1);
 
 ByteView viewOf(const std::string& text) {
   return std::as_bytes(std::span(text.data(), std::min(text.size(), kMostText)));
+}
+
+std::string nameGivingUp(const MemberExchange::Options& options, int rank) {
+  return "rank " + std::to_string(rank) + " could not make group '" + options.group + "': ";
 }
 
 }  // namespace
@@ -48,7 +53,7 @@ MemberExchange::~MemberExchange() { membership_->engine().closeTopic(options_.to
 
 Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadline) {
   Repetition asking({kFirstAsk, kLastAsk}, Clock::now());
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
     MOONCAKE_TRY(membership_->standing());
     if (gaveUp_) return *gaveUp_;
@@ -58,11 +63,28 @@ Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadl
     if (asking.takeDue(Clock::now())) {
       for (const int r : absent) tell(r, Kind::kAsk, {});
     }
-    changed_.wait_until(lock, deadline.earlier(Deadline::after(kLook)).when());
+    changed_.wait_until(mutex_, deadline.earlier(Deadline::after(kLook)).when());
   }
 }
 
+Error MemberExchange::refuse(const std::shared_ptr<Membership>& membership, const Options& options,
+                             const Error& why) {
+  const View view = membership->view();
+  const Bytes message =
+      ByteWriter().put(static_cast<uint8_t>(Kind::kGaveUp)).putRaw(viewOf(why.message)).take();
+  for (const int job : options.jobRanks) {
+    const auto& peer = membership->peer(job);
+    if (peer && view.active.contains(job))
+      (void)membership->engine().send(*peer, options.topic, message);
+  }
+  return {why.code, nameGivingUp(options, options.rank) + why.message};
+}
+
 void MemberExchange::giveUp(const Error& why) {
+  {
+    Lock lock(mutex_);
+    if (gaveUp_) return;
+  }
   const View view = membership_->view();
   for (const auto& [id, rank] : ranksById_) {
     if (view.active.contains(options_.jobRanks[size_t(rank)]))
@@ -80,13 +102,8 @@ std::vector<int> MemberExchange::missing(const View& view) const {
 }
 
 Error MemberExchange::timedOut(const std::vector<int>& missing) const {
-  std::string who;
-  for (const int r : missing) {
-    who += (who.empty() ? "" : ", ") + std::to_string(r);
-    if (const int global = options_.jobRanks[size_t(r)]; global != r)
-      who += " (global rank " + std::to_string(global) + ")";
-  }
-  return {ErrorCode::kTimeout, "group '" + options_.group + "': rank(s) " + who + " of " +
+  return {ErrorCode::kTimeout, "group '" + options_.group +
+                                   "': " + nameRanks(missing, options_.jobRanks) + " of " +
                                    std::to_string(parts_.size()) +
                                    " did not come to make it in time, though the job has them "
                                    "(do they make the same groups in the same order?)"};
@@ -107,15 +124,13 @@ void MemberExchange::onMessage(const EngineId& from, ByteView message) {
   const auto kind = static_cast<Kind>(in.get<uint8_t>());
   if (kind == Kind::kAsk) return tell(rank, Kind::kPart, mine_);
   const ByteView body = in.getRaw(in.left());
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (kind == Kind::kPart && !parts_[size_t(rank)]) {
     parts_[size_t(rank)].emplace(body.begin(), body.end());
   } else if (kind == Kind::kGaveUp && !gaveUp_ && body.size() <= kMostText) {
     std::string text;
     for (const std::byte character : body) text += char(character);
-    gaveUp_ =
-        Error{ErrorCode::kAborted, "rank " + std::to_string(rank) + " could not make group '" +
-                                       options_.group + "': " + text};
+    gaveUp_ = Error{ErrorCode::kAborted, nameGivingUp(options_, rank) + text};
   }
   changed_.notify_all();
 }

@@ -1,15 +1,14 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "membership/membership.h"
 
 namespace mooncake {
@@ -37,26 +36,31 @@ class MemberExchange {
   // next (Membership::Listener). Errors: this rank is out itself; a member gave up (with its
   // reason); kTimeout names the members that did not come.
   Result<std::vector<std::optional<Bytes>>> collect(Deadline deadline);
-  // Tells the members that we could not make the group, so that they stop waiting for us.
+  // Tells the members that we could not make the group, so that they stop waiting for us. If
+  // another member gave up, it has told them.
   void giveUp(const Error& why);
+  // In place of an exchange: tells the members that we cannot make the group, and returns the error
+  // that they get. None of them makes it.
+  static Error refuse(const std::shared_ptr<Membership>& membership, const Options& options,
+                      const Error& why);
 
  private:
   enum class Kind : uint8_t { kPart = 1, kAsk, kGaveUp };
 
-  void onMessage(const EngineId& from, ByteView message);
+  void onMessage(const EngineId& from, ByteView message) EXCLUDES(mutex_);
   void tell(int rank, Kind kind, ByteView body);
-  std::vector<int> missing(const View& view) const;
-  Error timedOut(const std::vector<int>& missing) const;
+  std::vector<int> missing(const View& view) const REQUIRES(mutex_);
+  Error timedOut(const std::vector<int>& missing) const REQUIRES(mutex_);
 
   const std::shared_ptr<Membership> membership_;
   const Options options_;
   const Bytes mine_;
   std::map<EngineId, int> ranksById_;
 
-  std::mutex mutex_;  // guards all below
-  std::condition_variable changed_;
-  std::vector<std::optional<Bytes>> parts_;
-  std::optional<Error> gaveUp_;
+  Mutex mutex_;
+  Condition changed_;
+  std::vector<std::optional<Bytes>> parts_ GUARDED_BY(mutex_);
+  std::optional<Error> gaveUp_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -7,6 +7,7 @@
 #include "base/backoff.h"
 #include "base/crypto.h"
 #include "base/log.h"
+#include "base/rank_list.h"
 #include "membership/loss_waits.h"
 #include "membership/words.h"
 
@@ -109,7 +110,7 @@ Result<std::pair<uint64_t, uint64_t>> Membership::newTopics(const std::string& g
   for (const int rank : ranks) identity += "/" + std::to_string(rank);
   uint64_t count;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     count = ++groupsMade_[identity];
   }
   identity += "#" + std::to_string(count);
@@ -121,24 +122,24 @@ Result<std::pair<uint64_t, uint64_t>> Membership::newTopics(const std::string& g
 }
 
 View Membership::view() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return view_;
 }
 
 Status Membership::standing() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return standing_;
 }
 
 std::vector<Membership::Seen> Membership::seen() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::vector<Seen> all;
   for (const auto& [rank, one] : seen_) all.push_back(one);
   return all;
 }
 
 std::vector<Accusation> Membership::accusations() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::vector<Accusation> all;
   for (const auto& [rank, one] : seen_) {
     if (!isGoodbye(one.accusation.cause)) all.push_back(one.accusation);
@@ -147,7 +148,7 @@ std::vector<Accusation> Membership::accusations() const {
 }
 
 bool Membership::isLost(int rank) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = seen_.find(rank);
   return found == seen_.end() || found->second.accusation.cause != Cause::kLeft;
 }
@@ -157,8 +158,9 @@ void Membership::missed(const JobRanks& ranks) {
   JobRanks gaveUp;
   View view;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     (ranks - missed_).forEach([&](int rank) {
+      mutex_.assertHeld();
       const auto found = seen_.find(rank);
       if (found == seen_.end() || found->second.accusation.cause != Cause::kEnded) return;
       (found->second.detail == kGaveUp ? gaveUp : ended).add(rank);
@@ -182,8 +184,9 @@ void Membership::heldUp(const JobRanks& ranks, Clock::time_point called) const {
   const auto now = Clock::now();
   std::vector<LossWait> waits;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     ranks.forEach([&](int rank) {
+      mutex_.assertHeld();
       const auto found = seen_.find(rank);
       // A rank that left only the group is still in the view; a goodbye is no loss.
       if (view_.active.contains(rank) || found == seen_.end()) return;
@@ -230,7 +233,7 @@ bool Membership::holdGoodbye(const JobRanks& ranks, const Evidence& evidence) {
 void Membership::takeGoodbyes() {
   if (hasLeft_.load(std::memory_order_acquire)) goodbyes_.clear();
   for (const auto& [ranks, evidence] : std::exchange(goodbyes_, {})) {
-    ranks.forEach([&](int rank) { evidence_[rank] = evidence; });
+    ranks.forEach([&, &how = evidence](int rank) { evidence_[rank] = how; });
     judge(ranks, evidence);
   }
 }
@@ -379,7 +382,7 @@ void Membership::note(const Accusation& accusation) {
     log(LogLevel::kInfo, engine_->logName(), "rank ", rank, " is accused by rank ", by, ": ",
         nameOf(cause), seen.detail.empty() ? "" : ": ", seen.detail);
   }
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   // A suspicion may have become certain.
   if (const auto before = seen_.find(rank); before != seen_.end())
     seen.since = std::min(seen.since, before->second.since);
@@ -416,27 +419,22 @@ std::string Membership::reasonOf(int rank) const {
 
 // "ranks 1, 2 died (process exited), rank 3 left".
 std::string Membership::describe(const JobRanks& ranks) const {
-  std::vector<std::pair<std::string, JobRanks>> reasons;
-  ranks.forEach([&](int rank) {
-    const std::string reason = reasonOf(rank);
-    auto same = std::ranges::find(reasons, reason, &std::pair<std::string, JobRanks>::first);
-    if (same == reasons.end()) same = reasons.insert(same, {reason, {}});
-    same->second.add(rank);
+  RankTexts reasons;
+  ranks.forEach([&](int rank) { reasons.add(rank, reasonOf(rank)); });
+  return reasons.join(", ", [](const std::vector<int>& alike, const std::string& reason) {
+    return nameRanks(alike) + " " + reason;
   });
-  std::string text;
-  for (const auto& [reason, who] : reasons)
-    text += (text.empty() ? "" : ", ") + listOf(who) + " " + reason;
-  return text;
 }
 
 void Membership::commit(const View& view) {
   JobRanks out;
   bool isLoss = false;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     out = view_.active - view.active;
     view_ = view;
     out.forEach([&](int rank) {
+      mutex_.assertHeld();
       const auto found = seen_.find(rank);
       isLoss = isLoss || found == seen_.end() || !isGoodbye(found->second.accusation.cause);
     });
@@ -459,25 +457,27 @@ Error Membership::evictedBy(const ViewActions::Eviction& eviction) const {
 
 Error Membership::inMinority() const {
   JobRanks lost;
-  std::string why;
+  RankTexts causes;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     for (const auto& [rank, one] : seen_) {
       if (!view_.active.contains(rank)) continue;
       lost.add(rank);
-      why += (why.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (" +
-             nameOf(one.accusation.cause) + ")";
+      causes.add(rank, nameOf(one.accusation.cause));
     }
   }
-  return {ErrorCode::kMinority, "too few ranks are left on this side to go on: of " +
-                                    listOf(agreement_.view().active) + " of epoch " +
-                                    std::to_string(agreement_.view().epoch) + " we have lost " +
-                                    why + ", which may go on without us; since " + nowInWords()};
+  const auto phrase = [](const std::vector<int>& ranks, const std::string& cause) {
+    return nameRanks(ranks) + " (" + cause + ")";
+  };
+  return {ErrorCode::kMinority,
+          "too few ranks are left on this side to go on: of " + listOf(agreement_.view().active) +
+              " of epoch " + std::to_string(agreement_.view().epoch) + " we have lost " +
+              causes.join(", ", phrase) + ", which may go on without us; since " + nowInWords()};
 }
 
 void Membership::end(const Error& why) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (!standing_.ok() || hasLeft_.load(std::memory_order_acquire)) return;
     standing_ = why;
   }

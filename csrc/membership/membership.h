@@ -4,11 +4,11 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "engine/engine.h"
 #include "membership/held_reports.h"
@@ -118,11 +118,11 @@ class Membership {
   void takeHeld();
   void act(const ViewActions& actions);
   void publish();
-  void note(const Accusation& accusation);
-  void commit(const View& view);
-  void end(const Error& why);
+  void note(const Accusation& accusation) EXCLUDES(mutex_);
+  void commit(const View& view) EXCLUDES(mutex_);
+  void end(const Error& why) EXCLUDES(mutex_);
   Error evictedBy(const ViewActions::Eviction& eviction) const;
-  Error inMinority() const;
+  Error inMinority() const EXCLUDES(mutex_);
   void sendReports();
   void armTimer();
   std::string describe(const JobRanks& ranks) const;
@@ -150,12 +150,12 @@ class Membership {
 
   std::atomic<bool> hasLeft_{false};
   std::atomic<bool> isOver_{false};  // set after standing_
-  mutable std::mutex mutex_;         // guards all below
-  std::map<std::string, uint64_t> groupsMade_;
-  View view_;
-  Status standing_;
-  std::map<int, Seen> seen_;
-  JobRanks missed_;
+  mutable Mutex mutex_;
+  std::map<std::string, uint64_t> groupsMade_ GUARDED_BY(mutex_);
+  View view_ GUARDED_BY(mutex_);
+  Status standing_ GUARDED_BY(mutex_);
+  std::map<int, Seen> seen_ GUARDED_BY(mutex_);
+  JobRanks missed_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

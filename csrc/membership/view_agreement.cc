@@ -83,7 +83,7 @@ ViewActions ViewAgreement::exited(const JobRanks& ranks, LastReport last, Clock:
 }
 
 ViewActions ViewAgreement::left(int rank, Clock::time_point now, Cause cause) {
-  // Results that the leaver returned to its caller count, unlike those of a dead rank. If it has
+  // Results that the leaver returned to its caller count, unlike a dead rank's. If it has
   // gone on without us, it stays suspected (received() saw to that), and we need a quorum to go on
   // without it.
   if (over_ || !first_.active.contains(rank) || !reported_[rank].isSubsetOf(out_)) return {};
@@ -146,7 +146,7 @@ ViewActions ViewAgreement::received(const ViewReport& report, Clock::time_point 
   if (out_.contains(from)) return {};
   if (theirOut.contains(self_)) {
     // The sender goes on without us, so we go on without it. The grace is for the view that
-    // excludes us: if it comes, we have reported nothing that others must weigh.
+    // excludes us: if it comes, we have reported nothing that other ranks must weigh.
     holdBack({from}, Cause::kExcludes, now);
     return {};
   }
@@ -256,7 +256,8 @@ void ViewAgreement::commit(const JobRanks& out, ViewActions& actions) {
 ViewActions ViewAgreement::conclude(ViewActions actions, Clock::time_point now) {
   settle();
   if (isUndecided() && !mayGoOn()) {
-    // Not sent to any rank: the exclusions that cost us the quorum need not cost others theirs.
+    // Not sent to any rank: the exclusions that cost us the quorum need not cost other ranks
+    // theirs.
     over_ = true;
     actions.minority = true;  // [minority]
     return actions;

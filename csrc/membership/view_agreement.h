@@ -14,10 +14,10 @@
 // Agreement of a job's ranks on the active ranks, seen from one rank. Pure: events in, actions out;
 // no thread and no socket, and the time comes with the event.
 //
-// Every rank tells all others which ranks it knows to be gone and which it suspects; both together
-// are out. It takes over what the others report. A view is committed when every rank in it has
-// reported exactly the other ranks to be out. If one of these is only suspected, the view also
-// needs a quorum.
+// Every rank tells all other ranks which ranks it knows to be gone and which it suspects; both
+// together are out. It takes over what the other ranks report. A view is committed when every rank
+// in it has reported exactly the other ranks to be out. If one of these is only suspected, the view
+// also needs a quorum.
 //
 // Why living ranks never commit two views side by side: the reports of a rank only grow, so of two
 // views with a common rank one includes the other. Two views without a common rank need two quorums
@@ -27,7 +27,7 @@
 // is needed: then all ranks of the other view are dead, and their results bind no living rank.
 namespace mooncake {
 
-// Reasons to count a rank as out. Three are certain, the others are suspicions.
+// Reasons to count a rank as out. Three are certain, the other reasons are suspicions.
 enum class Cause : uint8_t {
   kExited = 1,       // certain: the kernel of its host said so
   kLeft = 2,         // certain: it said goodbye; never an accusation
@@ -86,7 +86,8 @@ struct ViewActions {
 //  - It publishes a report to the witnesses of our exit (the ranks of our host) before it sends it
 //    to any rank. The same holds for a goodbye, which carries the last report.
 //  - It gives suspected() all ranks that one look found silent at once. A rank that has gone deaf
-//    then accuses all others in one report, which no rank believes, instead of one after the other.
+//    then accuses all other ranks in one report, which no rank believes, instead of one after
+//    the other.
 //  - It gives received() only reports of the process with which the connection was made, and drops
 //    reports that do not decode. It may handle many events before it sends report() once.
 //  - It holds a report that says that a rank has left, until that rank's goodbye is here or a time
@@ -112,8 +113,8 @@ class ViewAgreement {
   // passed to exited(), even if only its end was seen.
   ViewActions left(int rank, Clock::time_point now, Cause cause = Cause::kLeft);
   // Holds the accusation back for a grace, unless it is kRefused or all ranks are higher than ours
-  // and no others are held back. If one link breaks, only one of its ends then accuses, and the job
-  // loses one rank instead of two.
+  // and no accusation is held back. If one link breaks, only one of its ends then accuses, and the
+  // job loses one rank instead of two.
   ViewActions suspected(const JobRanks& ranks, Cause cause, Clock::time_point now);
   ViewActions received(const ViewReport& report, Clock::time_point now);
   ViewActions tick(Clock::time_point now);

@@ -3,6 +3,8 @@
 #include <array>
 #include <ctime>
 
+#include "base/rank_list.h"
+
 namespace mooncake {
 
 const char* nameOf(Cause cause) {
@@ -26,19 +28,9 @@ const char* nameOf(Cause cause) {
 }
 
 std::string listOf(const JobRanks& ranks) {
-  std::string text = ranks.count() == 1 ? "rank " : "ranks ";
-  bool isFirst = true;
-  for (int first = 0; first < ranks.end(); ++first) {
-    if (!ranks.contains(first)) continue;
-    int last = first;
-    while (ranks.contains(last + 1)) ++last;
-    if (last < first + 2) last = first;
-    text += (isFirst ? "" : ", ") + std::to_string(first);
-    if (last != first) text += "-" + std::to_string(last);
-    isFirst = false;
-    first = last;
-  }
-  return text;
+  std::vector<int> list;
+  ranks.forEach([&](int rank) { list.push_back(rank); });
+  return nameRanks(list);
 }
 
 std::string whoContinues(const View& view) {

@@ -8,7 +8,7 @@
 namespace mooncake {
 
 const char* nameOf(Cause cause);
-std::string listOf(const JobRanks& ranks);  // "rank 3", "ranks 0, 2, 4-9"
+std::string listOf(const JobRanks& ranks);  // see nameRanks()
 std::string whoContinues(const View& view);
 std::string nowInWords();
 

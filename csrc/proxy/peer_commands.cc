@@ -42,7 +42,7 @@ PeerCommands::PeerCommands(uint32_t ours, uint32_t number, std::shared_ptr<Peer>
       reading_(bell) {}
 
 Status PeerCommands::status() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return status_;
 }
 
@@ -92,7 +92,7 @@ void PeerCommands::end(ProxyEnd why, Error error) {
   }
   if (isReading_) peer_->channel->cancel(&reading_);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     status_ = std::move(error);
   }
   ring_.end(why);
@@ -278,7 +278,7 @@ bool PeerCommands::isUp(const Flight& flight) const {
   return seen >= flight.stamp && seen <= issued_[flight.command.signal];
 }
 
-// Takes the words that were asked for, and asks for those of the signals that are on their way.
+// Takes the words that were asked for, and asks for the words of signals that are on their way.
 bool PeerCommands::confirm(Clock::time_point now) {
   bool hasChanged = false;
   if (isReading_) {

@@ -2,11 +2,11 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "engine/peers/peer.h"
 #include "proxy/command_ring.h"
@@ -95,7 +95,7 @@ class PeerCommands {
 
   // For each signal word of the peer.
   std::vector<uint64_t> issued_;     // commands that were taken
-  std::vector<uint32_t> underWay_;   // those of them that are not done
+  std::vector<uint32_t> underWay_;   // number of them that are not done
   std::vector<uint64_t> seen_;       // the word's value, as last read
   std::vector<uint32_t> blockedIn_;  // the turn of collect() in which no signal may follow
   std::vector<uint64_t> toAnnounce_;
@@ -111,8 +111,8 @@ class PeerCommands {
 
   std::atomic<bool> isDropped_{false};
   bool isEnded_ = false;
-  mutable std::mutex mutex_;  // guards the field below
-  Status status_;
+  mutable Mutex mutex_;
+  Status status_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake::proxy

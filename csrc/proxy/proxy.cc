@@ -112,7 +112,8 @@ Status Proxy::attach(const std::vector<std::shared_ptr<Peer>>& peers,
   std::vector<Ring> rings(options_.ranks);
   uint32_t count = 0;
   for (uint32_t rank = 0; rank < options_.ranks; ++rank) {
-    // A kernel reaches its own rank's memory, and that of ranks without a ring, without the engine.
+    // A kernel reaches its own rank's memory, and memory of ranks without a ring, without the
+    // engine.
     if (rank == options_.rank || descriptions[rank].empty()) {
       memory_->ringOf(rank).end(ProxyEnd::kFailed);
       continue;

@@ -60,15 +60,15 @@ class Proxy {
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
 
-  // Returns the description of this rank's regions, for the others' attach().
+  // Returns the description of this rank's regions, for attach() of the other ranks.
   Bytes describe() const;
-  // Starts the threads. `peers` and `descriptions` are by rank; those of this rank itself are not
+  // Starts the threads. `peers` and `descriptions` are by rank; this rank's own are not
   // used. A rank without a description has no ring. Call it once.
   Status attach(const std::vector<std::shared_ptr<Peer>>& peers,
                 const std::vector<Bytes>& descriptions);
 
   // The argument of kernels, valid until the destructor. Kernels must have ended by then: close()
-  // stops those that wait.
+  // stops kernels that wait.
   kernels::ProxyView view() const;
   // The memory of view(). A user whose kernels may look at it later keeps it longer than the proxy.
   const std::shared_ptr<ProxyMemory>& memory() const { return memory_; }

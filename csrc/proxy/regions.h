@@ -29,8 +29,8 @@ struct TargetRegion {
   bool isOfDevice = false;
 };
 
-// The memory of one rank that commands of the others may reach: regions, and words that count the
-// commands that have arrived.
+// The memory of one rank that commands of the other ranks may reach: regions, and words that count
+// the commands that have arrived.
 //
 // Wire form: u32 version, u32 ranks, u32 signal words for each rank, three u64 of the region of the
 // signals, u32 number of regions, three u64 and a bool of each.
@@ -39,7 +39,7 @@ struct Regions {
 
   uint32_t ranks = 0;
   uint32_t signalWords = 0;
-  RemoteRegion signals;  // a doorbell, then the words that rank 0 counts up, those of rank 1, ...
+  RemoteRegion signals;  // a doorbell, then the words that rank 0 counts up, then rank 1's, ...
   std::vector<TargetRegion> regions;
 
   // Where the words begin that `rank` counts up, in `signals`.

@@ -3,7 +3,7 @@
 namespace mooncake::transfer {
 
 std::shared_ptr<Batch> BatchTable::add(size_t capacity) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (capacity == 0 || capacity > kMostTasks - tasks_) return nullptr;
   tasks_ += capacity;
   auto batch = std::make_shared<Batch>(++lastId_, capacity);
@@ -12,14 +12,14 @@ std::shared_ptr<Batch> BatchTable::add(size_t capacity) {
 }
 
 std::shared_ptr<Batch> BatchTable::find(uint64_t id) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = batches_.find(id);
   return found == batches_.end() ? nullptr : found->second;
 }
 
 Code BatchTable::release(uint64_t id) {
   std::shared_ptr<Batch> released;  // goes without the lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = batches_.find(id);
   if (found == batches_.end()) return kInvalid;
   if (!found->second->isOver()) return kBatchBusy;
@@ -30,7 +30,7 @@ Code BatchTable::release(uint64_t id) {
 }
 
 std::vector<std::shared_ptr<Batch>> BatchTable::all() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::vector<std::shared_ptr<Batch>> all;
   for (const auto& [id, batch] : batches_) all.push_back(batch);
   return all;

@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "transfer/codes.h"
 #include "transfer/registered_memory.h"
 #include "transfer/segment.h"
@@ -25,7 +25,7 @@ struct TransferRequest {
   uint64_t bytes = 0;
 };
 
-// The numbers are those of transfer_engine_c.h. A transfer that is late or canceled has failed:
+// The numbers are as in transfer_engine_c.h. A transfer that is late or canceled has failed:
 // programs that poll the C API take any other end for success.
 enum class TaskState : uint8_t { kWaiting = 0, kPending = 1, kCompleted = 4, kFailed = 6 };
 
@@ -79,10 +79,10 @@ class BatchTable {
   std::vector<std::shared_ptr<Batch>> all() const;
 
  private:
-  mutable std::mutex mutex_;  // guards all below
-  std::map<uint64_t, std::shared_ptr<Batch>> batches_;
-  uint64_t lastId_ = 0;
-  size_t tasks_ = 0;
+  mutable Mutex mutex_;
+  std::map<uint64_t, std::shared_ptr<Batch>> batches_ GUARDED_BY(mutex_);
+  uint64_t lastId_ GUARDED_BY(mutex_) = 0;
+  size_t tasks_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake::transfer

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <deque>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/wait.h"
 
 namespace mooncake::transfer {
@@ -14,21 +14,21 @@ namespace mooncake::transfer {
 class BellPool {
  public:
   Doorbell& take() {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (free_.empty()) return bells_.emplace_back();
     Doorbell& bell = *free_.back();
     free_.pop_back();
     return bell;
   }
   void give(Doorbell& bell) {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     free_.push_back(&bell);
   }
 
  private:
-  std::mutex mutex_;  // guards all below
-  std::deque<Doorbell> bells_;
-  std::vector<Doorbell*> free_;
+  Mutex mutex_;
+  std::deque<Doorbell> bells_ GUARDED_BY(mutex_);
+  std::vector<Doorbell*> free_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake::transfer

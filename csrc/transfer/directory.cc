@@ -11,7 +11,7 @@ Directory::Directory(const SegmentContext& context, std::string name)
 Result<std::shared_ptr<Segment>> Directory::open(const std::string& name, Deadline deadline) {
   std::shared_ptr<Segment> segment;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (const auto found = byName_.find(name); found != byName_.end()) segment = found->second;
   }
   if (!segment) {
@@ -20,7 +20,7 @@ Result<std::shared_ptr<Segment>> Directory::open(const std::string& name, Deadli
                    "a segment's name has 1 to " + std::to_string(kMostNameBytes) + " bytes"};
     segment = std::make_shared<Segment>(context_, name, 0, /*isOurs=*/false);
     if (const auto peer = segment->peer(deadline); !peer.ok()) return peer.error();
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     auto& known = byName_[name];
     if (!known) {
       segment->setId(++lastId_);
@@ -35,7 +35,7 @@ Status Directory::probe(const std::string& name, Deadline deadline) const {
   constexpr Question kProbe{.kind = Question::Kind::kProbe};
   std::shared_ptr<Segment> known;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (const auto found = byName_.find(name); found != byName_.end()) known = found->second;
   }
   if (known && known->askStandingPeer(kProbe, deadline)) return {};
@@ -43,13 +43,13 @@ Status Directory::probe(const std::string& name, Deadline deadline) const {
 }
 
 std::shared_ptr<Segment> Directory::find(int32_t id) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = byId_.find(id);
   return found == byId_.end() ? nullptr : found->second;
 }
 
 Code Directory::close(int32_t id) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = byId_.find(id);
   if (found == byId_.end()) return kInvalid;
   if (id == kOurs) return kGood;
@@ -59,7 +59,7 @@ Code Directory::close(int32_t id) {
 }
 
 std::vector<std::shared_ptr<Segment>> Directory::all() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::vector<std::shared_ptr<Segment>> all;
   for (const auto& [id, segment] : byId_) all.push_back(segment);
   return all;

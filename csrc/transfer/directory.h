@@ -2,10 +2,10 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "transfer/segment.h"
 
 namespace mooncake::transfer {
@@ -35,10 +35,10 @@ class Directory {
  private:
   const SegmentContext& context_;
   const std::string name_;
-  mutable std::mutex mutex_;  // guards all below
-  std::map<std::string, std::shared_ptr<Segment>> byName_;
-  std::map<int32_t, std::shared_ptr<Segment>> byId_;
-  int32_t lastId_ = kOurs;
+  mutable Mutex mutex_;
+  std::map<std::string, std::shared_ptr<Segment>> byName_ GUARDED_BY(mutex_);
+  std::map<int32_t, std::shared_ptr<Segment>> byId_ GUARDED_BY(mutex_);
+  int32_t lastId_ GUARDED_BY(mutex_) = kOurs;
 };
 
 }  // namespace mooncake::transfer

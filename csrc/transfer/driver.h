@@ -22,10 +22,10 @@ struct DriverContext {
   const std::string& logName;
 };
 
-// Carries out transfers on the calling thread: begins those that get a slot, and waits until they
-// end. If a connection breaks, its transfers begin again once it is restored. If the peer refuses a
-// transfer because our copy of its registrations is old, the peer is asked once and the transfer is
-// tried again. Each transfer ends exactly once.
+// Carries out transfers on the calling thread: begins transfers that get a slot, and waits until
+// they end. If a connection breaks, its transfers begin again once it is restored. If the peer
+// refuses a transfer because our copy of its registrations is old, the peer is asked once and the
+// transfer is tried again. Each transfer ends exactly once.
 class Driver {
  public:
   Driver(const DriverContext& context, TaskQueue& queue);
@@ -78,7 +78,7 @@ class Driver {
   Doorbell& bell_;  // outlives the channels
   std::vector<std::unique_ptr<Flight>> flights_;
   std::vector<Flight*> free_;    // flights without a transfer
-  std::vector<Flight*> flying_;  // all others; sweep() moves ended flights to free_
+  std::vector<Flight*> flying_;  // all other flights; sweep() moves ended flights to free_
   bool hasEnded_ = false;        // a flight has ended since the last sweep()
   size_t counted_ = 0;           // flights that hold a slot of the pool
   Clock::time_point nextLook_;   // when expire() next looks at all flights

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/thread.h"
 
 namespace mooncake::transfer {
@@ -21,7 +20,7 @@ class Errands {
 
   // kExhausted: no thread exists yet and none could be started.
   Status post(Task task) {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (isStopped_) return {};
     if (idle_ <= tasks_.size() && threads_.size() < mostThreads_) {
       auto thread = startThread("mooncake-errand", [this] { run(); });
@@ -35,24 +34,25 @@ class Errands {
     posted_.notify_one();
     return {};
   }
-  // Drops the tasks that have not begun, and waits for those that run.
+  // Drops the tasks that have not begun, and waits for running tasks.
   void stop() {
+    std::vector<std::thread> threads;
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       isStopped_ = true;
       tasks_.clear();
+      threads.swap(threads_);
       posted_.notify_all();
     }
-    for (std::thread& thread : threads_) thread.join();
-    threads_.clear();
+    for (std::thread& thread : threads) thread.join();
   }
 
  private:
   void run() {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     for (;;) {
       ++idle_;
-      posted_.wait(lock, [this] { return isStopped_ || !tasks_.empty(); });
+      posted_.wait(mutex_, [this]() REQUIRES(mutex_) { return isStopped_ || !tasks_.empty(); });
       --idle_;
       if (isStopped_) return;
       const Task task = std::move(tasks_.front());
@@ -64,12 +64,12 @@ class Errands {
   }
 
   const size_t mostThreads_;
-  std::mutex mutex_;  // guards all below
-  std::condition_variable posted_;
-  std::deque<Task> tasks_;
-  size_t idle_ = 0;
-  bool isStopped_ = false;
-  std::vector<std::thread> threads_;
+  Mutex mutex_;
+  Condition posted_;
+  std::deque<Task> tasks_ GUARDED_BY(mutex_);
+  size_t idle_ GUARDED_BY(mutex_) = 0;
+  bool isStopped_ GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake::transfer

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <charconv>
 #include <chrono>
 #include <dlfcn.h>
 #include <mutex>
@@ -27,22 +28,31 @@ size_t takeBody(char* bytes, size_t size, size_t count, void* to) {
   return size * count;
 }
 
-// Receives one header line of the answer. Keeps the value of ETag.
+// Returns the value of a header's line; nothing if the line is of another header.
+std::optional<std::string_view> valueOf(std::string_view line, std::string_view header) {
+  const bool isThis = line.size() > header.size() && line[header.size()] == ':' &&
+                      std::equal(header.begin(), header.end(), line.begin(), [](char name, char c) {
+                        return name == std::tolower(static_cast<unsigned char>(c));
+                      });
+  if (!isThis) return std::nullopt;
+  line.remove_prefix(header.size() + 1);
+  line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
+  return line.substr(0, line.find_last_not_of(" \t\r\n") + 1);
+}
+
+// Receives one header line of the answer. Keeps the values of ETag and Age.
 size_t takeHeader(char* bytes, size_t size, size_t count, void* to) {
-  constexpr std::string_view kName = "etag:";
-  constexpr size_t kMostTagBytes = 256;
-  std::string_view line(bytes, size * count);
-  const bool isTag = line.size() >= kName.size() && line.size() <= kMostTagBytes &&
-                     std::equal(kName.begin(), kName.end(), line.begin(), [](char name, char c) {
-                       return name == std::tolower(static_cast<unsigned char>(c));
-                     });
-  if (isTag) {
-    line.remove_prefix(kName.size());
-    line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
-    line = line.substr(0, line.find_last_not_of(" \t\r\n") + 1);
-    *static_cast<std::string*>(to) = line;
+  constexpr size_t kMostBytes = 256;
+  auto& answer = *static_cast<HttpAnswer*>(to);
+  const std::string_view line(bytes, size * count);
+  if (line.size() > kMostBytes) return line.size();
+  if (const auto tag = valueOf(line, "etag")) answer.tag = *tag;
+  if (const auto age = valueOf(line, "age")) {
+    uint32_t seconds = 0;
+    if (std::from_chars(age->data(), age->data() + age->size(), seconds).ec == std::errc())
+      answer.age = std::chrono::seconds(seconds);
   }
-  return size * count;
+  return line.size();
 }
 
 }  // namespace
@@ -112,7 +122,7 @@ Result<HttpAnswer> HttpClient::request(const HttpRequest& asked, Deadline deadli
   f.set(request, kWriteFunction, &takeBody);
   f.set(request, kWriteData, &answer.body);
   f.set(request, kHeaderFunction, &takeHeader);
-  f.set(request, kHeaderData, &answer.tag);
+  f.set(request, kHeaderData, &answer);
   if (asked.method == "PUT") {
     f.set(request, kPostFieldSize, long(asked.body.size()));
     f.set(request, kPostFields, asked.body.data());

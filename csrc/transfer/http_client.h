@@ -1,6 +1,8 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/deadline.h"
@@ -18,7 +20,8 @@ struct HttpRequest {
 struct HttpAnswer {
   long status = 0;
   std::string body;
-  std::string tag;  // value of the header ETag; empty: the answer has none
+  std::string tag;                          // value of the header ETag; empty: the answer has none
+  std::optional<std::chrono::seconds> age;  // value of the header Age, if the answer has it
 };
 
 // HTTP requests through the system's libcurl, which is loaded at run time. Any thread. Each request
@@ -39,7 +42,7 @@ class HttpClient {
   std::shared_ptr<const Functions> functions_;
 };
 
-// Encodes text for a URL's query: unreserved characters stay, all others become %XX.
+// Encodes text for a URL's query: unreserved characters stay, all other characters become %XX.
 std::string percentEncode(const std::string& text);
 
 }  // namespace mooncake::transfer

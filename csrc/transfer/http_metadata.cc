@@ -129,7 +129,8 @@ Result<NameRecord> HttpMetadata::find(const std::string& name, Deadline deadline
   return NameRecord{.session = session->text(),
                     .incarnation = incarnation.ok() ? *incarnation : std::string(),
                     .isOurMake = engine.ok() && *engine == kEngine,
-                    .tag = answer->tag};
+                    .tag = answer->tag,
+                    .age = answer->age};
 }
 
 Result<bool> HttpMetadata::put(const std::string& name, const NameRecord& record,

@@ -35,8 +35,11 @@ Code ManagedPool::open(Arena& arena, std::string& why) {
     return kMemory;
   }
   block_ = std::move(*block);
-  for (uint64_t offset = 0; offset < kPoolBytes; offset += kMostBytes)
-    free_[kClasses - 1].insert(offset);
+  {
+    Lock lock(mutex_);
+    for (uint64_t offset = 0; offset < kPoolBytes; offset += kMostBytes)
+      free_[kClasses - 1].insert(offset);
+  }
   return memory_.add(reinterpret_cast<uint64_t>(block_.data()), kPoolBytes,
                      {.location = "cpu:0", .isOurs = true}, why);
 }
@@ -48,7 +51,7 @@ uint64_t ManagedPool::allocate(uint64_t bytes, std::string& why) {
   }
   if (bytes > kMostBytes) return allocateLarge(bytes, why);
   const size_t wanted = classOf(bytes);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   giveBackKept();
   size_t from = wanted;
   while (from < kClasses && free_[from].empty()) ++from;
@@ -70,7 +73,7 @@ uint64_t ManagedPool::allocate(uint64_t bytes, std::string& why) {
 Code ManagedPool::free(uint64_t address, uint64_t bytes, std::string& why) {
   const uint64_t start = reinterpret_cast<uint64_t>(block_.data());
   if (address < start || address >= start + kPoolBytes) return freeLarge(address, bytes, why);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const uint64_t offset = address - start;
   const auto found = used_.find(offset);
   if (found == used_.end() || bytes > bytesOf(found->second)) {
@@ -89,7 +92,7 @@ Code ManagedPool::free(uint64_t address, uint64_t bytes, std::string& why) {
 }
 
 void ManagedPool::giveBackKept() {
-  std::erase_if(kept_, [this](const Kept& kept) {
+  std::erase_if(kept_, [this](const Kept& kept) REQUIRES(mutex_) {
     if (std::ranges::any_of(kept.writers, [](const auto& peer) { return peer->hasLateWrites(); }))
       return false;
     giveBack(kept.offset, kept.aClass);
@@ -123,7 +126,7 @@ uint64_t ManagedPool::allocateLarge(uint64_t bytes, std::string& why) {
     ::munmap(memory, wholePages(bytes));
     return 0;
   }
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   large_[address] = bytes;
   return address;
 }
@@ -131,7 +134,7 @@ uint64_t ManagedPool::allocateLarge(uint64_t bytes, std::string& why) {
 Code ManagedPool::freeLarge(uint64_t address, uint64_t bytes, std::string& why) {
   uint64_t whole;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     const auto found = large_.find(address);
     if (found == large_.end() || bytes > found->second) {
       why = "no managed buffer of so many bytes begins there";
@@ -144,7 +147,7 @@ Code ManagedPool::freeLarge(uint64_t address, uint64_t bytes, std::string& why) 
   if (code == kGood) {
     ::munmap(reinterpret_cast<void*>(address), wholePages(whole));
   } else {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     large_[address] = whole;
   }
   return code;

@@ -5,11 +5,11 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/memory/arena.h"
 #include "engine/peers/peer.h"
 #include "transfer/registered_memory.h"
@@ -40,10 +40,10 @@ class ManagedPool {
 
  private:
   static constexpr size_t kClasses = 16;  // 8 KiB, 16 KiB ... 256 MiB
-  void giveBack(uint64_t offset, size_t aClass);
-  void giveBackKept();
-  uint64_t allocateLarge(uint64_t bytes, std::string& why);
-  Code freeLarge(uint64_t address, uint64_t bytes, std::string& why);
+  void giveBack(uint64_t offset, size_t aClass) REQUIRES(mutex_);
+  void giveBackKept() REQUIRES(mutex_);
+  uint64_t allocateLarge(uint64_t bytes, std::string& why) EXCLUDES(mutex_);
+  Code freeLarge(uint64_t address, uint64_t bytes, std::string& why) EXCLUDES(mutex_);
 
   struct Kept {
     uint64_t offset;
@@ -54,11 +54,12 @@ class ManagedPool {
   RegisteredMemory& memory_;
   const std::function<Peers()> lateWriters_;
   ArenaBlock block_;
-  std::mutex mutex_;                               // guards all below
-  std::array<std::set<uint64_t>, kClasses> free_;  // offsets in the block, by class
-  std::map<uint64_t, size_t> used_;                // offset -> class
-  std::vector<Kept> kept_;                         // freed, but late writers may still write there
-  std::map<uint64_t, uint64_t> large_;             // address -> bytes
+  Mutex mutex_;
+  // Offsets in the block, by class.
+  std::array<std::set<uint64_t>, kClasses> free_ GUARDED_BY(mutex_);
+  std::map<uint64_t, size_t> used_ GUARDED_BY(mutex_);  // offset -> class
+  std::vector<Kept> kept_ GUARDED_BY(mutex_);  // freed, but late writers may still write there
+  std::map<uint64_t, uint64_t> large_ GUARDED_BY(mutex_);  // address -> bytes
 };
 
 }  // namespace mooncake::transfer

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/deadline.h"
@@ -15,6 +17,8 @@ struct NameRecord {
   std::string incarnation;  // the engine's id, in hex; empty: the record does not say
   bool isOurMake = true;    // false: an engine of Mooncake wrote it; its wire protocol is not ours
   std::string tag;          // version of the record in the server; empty: the server has none
+  // Time since an engine last wrote the record. Empty: the server does not say.
+  std::optional<std::chrono::seconds> age{};
 };
 
 // Maps the name of a segment to the session port of an engine.

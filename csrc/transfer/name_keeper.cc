@@ -15,6 +15,8 @@ namespace {
 // A record may change between two requests, and each change comes from another engine. More than a
 // few changes in one attempt mean that engines compete for the name.
 constexpr int kMostTries = 3;
+// A live engine writes its record again every 15 s (NameKeeper::Options::period).
+constexpr auto kLease = std::chrono::seconds(30);
 
 }  // namespace
 
@@ -26,7 +28,7 @@ NameKeeper::~NameKeeper() { retract(); }
 Status NameKeeper::publish() {
   if (metadata_.namesAreSessions()) return {};
   MOONCAKE_TRY(attempt(Deadline::after(options_.patience)));
-  const std::lock_guard ending(endingMutex_);
+  const Lock ending(endingMutex_);
   isPublished_ = true;  // set first: retract() must delete the record even if no thread starts
   auto thread = startThread("mooncake-name", [this] { run(); });
   if (!thread.ok()) return thread.error();
@@ -35,14 +37,14 @@ Status NameKeeper::publish() {
 }
 
 void NameKeeper::renewSoon() {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   if (!std::exchange(isWanted_, true)) changed_.notify_one();
 }
 
 void NameKeeper::retract() {
-  const std::lock_guard ending(endingMutex_);
+  const Lock ending(endingMutex_);
   {
-    const std::lock_guard lock(mutex_);
+    const Lock lock(mutex_);
     if (std::exchange(isRetracted_, true)) return;
     changed_.notify_one();
   }
@@ -54,18 +56,18 @@ void NameKeeper::retract() {
 }
 
 bool NameKeeper::isRetracted() const {
-  const std::lock_guard lock(mutex_);
+  const Lock lock(mutex_);
   return isRetracted_;
 }
 
 void NameKeeper::run() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   Clock::time_point earliest = Clock::now();
   Clock::time_point due = earliest + jittered(options_.period);
   while (!isRetracted_) {
     const auto next = isWanted_ ? std::min(earliest, due) : due;
     if (Clock::now() < next) {
-      changed_.wait_until(lock, next);
+      changed_.wait_until(mutex_, next);
       continue;
     }
     isWanted_ = false;
@@ -128,6 +130,16 @@ Status NameKeeper::checkHolder(const NameRecord& record, Deadline deadline) cons
   // An answer that is no handshake cannot come from an engine of ours.
   if (answer.error().code == ErrorCode::kProtocol && record.isOurMake) return {};
   if (answer.error().code == ErrorCode::kAborted) return answer.status();
+  if (answer.error().code == ErrorCode::kSystem) {
+    const bool isRenewed = record.isOurMake && !record.incarnation.empty() && record.age;
+    if (isRenewed && *record.age > kLease) return {};
+    return {ErrorCode::kInvalidArgument,
+            taken + "the engine that has it cannot be reached from here (" +
+                answer.error().message + "). If it has ended, " +
+                (isRenewed ? "the name is free " +
+                                 std::to_string((kLease - *record.age).count() + 1) + " s from now"
+                           : "delete the name's key from the server")};
+  }
   return {ErrorCode::kInvalidArgument,
           taken + "a program listens at " + record.session +
               " and may be the engine that has it (" + answer.error().message +
@@ -138,14 +150,14 @@ Result<SegmentDescription> askHolder(const TransportContext& context, const std:
                                      Deadline deadline, const StopSignal& stop) {
   const auto where = SessionId::parse(session);
   if (!where.ok()) return where.error();
-  // A host that is switched off does not refuse, so connecting may use only half of the time: the
+  // A host that is switched off does not answer, so connecting may use only half of the time: the
   // rest is for the other requests.
   const auto patience = deadline.earlier(Deadline::after(deadline.left() / 2));
   const auto connected = connectTo(*where, patience, &stop);
   if (!connected.ok()) {
     const ErrorCode code = connected.error().code;
-    if (code == ErrorCode::kAborted || code == ErrorCode::kExhausted) return connected.error();
-    return Error{ErrorCode::kPeerLost, connected.error().message};
+    const bool isUnreachable = code == ErrorCode::kTimeout || code == ErrorCode::kSystem;
+    return Error{isUnreachable ? ErrorCode::kSystem : code, connected.error().message};
   }
   auto answer = askSession(context, session, {.kind = Question::Kind::kProbe}, deadline, &stop);
   // The engine listened a moment ago, so a broken connection does not mean that it has ended.

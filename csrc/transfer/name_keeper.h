@@ -1,12 +1,11 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <thread>
 
+#include "base/mutex.h"
 #include "base/stop_signal.h"
 #include "engine/contract/transport.h"
 #include "transfer/metadata.h"
@@ -16,11 +15,13 @@ namespace mooncake::transfer {
 
 // Keeps the name of one engine in the metadata server. It publishes the name again after each
 // registration and every `period`, so a server that lost all names has this one again within 30 s.
-// It takes over a name if no engine answers for it. Any thread.
+// It takes over a name if no engine answers for it, or if its holder cannot be reached from here and
+// has stopped to publish it. Any thread.
 class NameKeeper {
  public:
-  // Asks a session port which engine listens there. kPeerLost: nothing listens. Any other error:
-  // a program listens there but does not say which engine it is.
+  // Asks a session port which engine listens there. kPeerLost: nothing listens. kSystem: the port
+  // cannot be reached from here. Any other error: a program listens there but does not say which
+  // engine it is.
   using Ask = std::function<Result<SegmentDescription>(const std::string& session, Deadline)>;
   struct Options {
     std::string name;
@@ -46,7 +47,7 @@ class NameKeeper {
   bool isRetracted() const;
 
  private:
-  void run();
+  void run() EXCLUDES(mutex_);
   Status attempt(Deadline deadline);
   Status checkHolder(const NameRecord& record, Deadline deadline) const;
   void report(const Status& attempted);
@@ -54,14 +55,14 @@ class NameKeeper {
   Metadata& metadata_;
   const Ask ask_;
   const Options options_;
-  bool wasKept_ = true;     // the last attempt succeeded; used by the keeper's thread only
-  std::mutex endingMutex_;  // one retract() at a time
-  std::thread thread_;      // guarded by endingMutex_, as is isPublished_
-  bool isPublished_ = false;
-  mutable std::mutex mutex_;  // guards all below
-  std::condition_variable changed_;
-  bool isWanted_ = false;  // renewSoon() was called since the last attempt began
-  bool isRetracted_ = false;
+  bool wasKept_ = true;  // the last attempt succeeded; used by the keeper's thread only
+  Mutex endingMutex_;    // one retract() at a time
+  std::thread thread_ GUARDED_BY(endingMutex_);
+  bool isPublished_ GUARDED_BY(endingMutex_) = false;
+  mutable Mutex mutex_;
+  Condition changed_;
+  bool isWanted_ GUARDED_BY(mutex_) = false;  // renewSoon() was called since the last attempt began
+  bool isRetracted_ GUARDED_BY(mutex_) = false;
 };
 
 // Implements NameKeeper::Ask over the session protocol.

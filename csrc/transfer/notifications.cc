@@ -31,7 +31,7 @@ Status Notifications::send(const std::shared_ptr<Peer>& peer, const Notification
   const uint32_t generation = stopped_.generation();
   uint64_t number;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     number = ++last_;
     underWay_[number] = false;
   }
@@ -42,7 +42,7 @@ Status Notifications::send(const std::shared_ptr<Peer>& peer, const Notification
                             .putString(notification.message)
                             .take();
   const auto hasArrived = [&] {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     return underWay_[number];
   };
   Status result{ErrorCode::kTimeout, "the peer has not acknowledged it in time"};
@@ -62,7 +62,7 @@ Status Notifications::send(const std::shared_ptr<Peer>& peer, const Notification
                                           : Status(ErrorCode::kAborted, "the engine is closed");
     break;
   }
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   underWay_.erase(number);
   return result;
 }
@@ -73,7 +73,7 @@ void Notifications::onMessage(const EngineId& from, ByteView message) {
   const auto number = in.get<uint64_t>();
   if (kind == kArrived && in.finish("acknowledgement").ok()) {
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       const auto found = underWay_.find(number);
       if (found == underWay_.end()) return;
       found->second = true;
@@ -90,7 +90,7 @@ void Notifications::onMessage(const EngineId& from, ByteView message) {
   }
   bool isNew;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isNew = seen_.isNew(from, number);
   }
   if (isNew) keep(std::move(notification));
@@ -98,7 +98,7 @@ void Notifications::onMessage(const EngineId& from, ByteView message) {
 }
 
 void Notifications::keep(Notification notification) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   keptBytes_ += bytesOf(notification) + sizeof notification;
   kept_.push_back(std::move(notification));
   while (keptBytes_ > kMostKeptBytes) {
@@ -111,7 +111,7 @@ void Notifications::keep(Notification notification) {
 }
 
 std::vector<Notification> Notifications::take() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::vector<Notification> all(std::make_move_iterator(kept_.begin()),
                                 std::make_move_iterator(kept_.end()));
   kept_.clear();

@@ -2,10 +2,10 @@
 
 #include <deque>
 #include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/engine.h"
 #include "transfer/seen_numbers.h"
 
@@ -39,17 +39,17 @@ class Notifications {
   void stop();
 
  private:
-  void onMessage(const EngineId& from, ByteView message);
+  void onMessage(const EngineId& from, ByteView message) EXCLUDES(mutex_);
 
   Engine& engine_;
   Doorbell acknowledged_;
   Interrupt stopped_;
-  std::mutex mutex_;  // guards all below
-  uint64_t last_ = 0;
-  std::map<uint64_t, bool> underWay_;  // number -> has been acknowledged
-  SeenNumbers seen_;
-  std::deque<Notification> kept_;
-  size_t keptBytes_ = 0;
+  Mutex mutex_;
+  uint64_t last_ GUARDED_BY(mutex_) = 0;
+  std::map<uint64_t, bool> underWay_ GUARDED_BY(mutex_);  // number -> has been acknowledged
+  SeenNumbers seen_ GUARDED_BY(mutex_);
+  std::deque<Notification> kept_ GUARDED_BY(mutex_);
+  size_t keptBytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake::transfer

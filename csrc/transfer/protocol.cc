@@ -5,8 +5,8 @@
 
 #include "base/log.h"
 #include "device/accelerators.h"
-#include "engine/nic/libfabric/cards.h"
-#include "engine/transports/registry.h"
+#include "engine/contract/registry.h"
+#include "wires/nic/libfabric/cards.h"
 
 namespace mooncake::transfer {
 namespace {

@@ -5,7 +5,7 @@
 #include "device/cuda/driver_loaded.h"
 #include "engine/memory/device_copies.h"
 #include "engine/memory/program_memory.h"
-#include "engine/nic/device_memory.h"
+#include "wires/nic/device_memory.h"
 
 namespace mooncake::transfer {
 namespace {
@@ -28,9 +28,9 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
     why = "a location is \"*\", \"cpu:0\" or \"cuda:0\"";
     return kInvalid;
   }
-  std::lock_guard adding(addingMutex_);
+  Lock adding(addingMutex_);
   {
-    std::shared_lock lock(mutex_);
+    SharedLock lock(mutex_);
     if (buffers_.size() > kMost) {
       why = "all " + std::to_string(kMost) + " registrations of this engine are in use. " +
             "Unregister memory, or register larger ranges";
@@ -83,7 +83,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
   buffer->isOurs = options.isOurs;
   buffer->isWritable = protection.isWritable;
   buffer->owner = owner;
-  std::unique_lock lock(mutex_);
+  Guard lock(mutex_);
   buffer->order = ++version_;
   buffers_.emplace(address, std::move(buffer));
   return kGood;
@@ -91,7 +91,7 @@ Code RegisteredMemory::add(uint64_t address, uint64_t bytes, Options options, st
 
 Code RegisteredMemory::remove(uint64_t address, std::string& why) {
   std::shared_ptr<RegisteredBuffer> removed;  // destroyed without the lock: that may wait for peers
-  std::unique_lock lock(mutex_);
+  Guard lock(mutex_);
   const auto found = buffers_.find(address);
   if (found == buffers_.end()) {
     why = "nothing is registered that begins at " + describe(address, 0);
@@ -104,13 +104,12 @@ Code RegisteredMemory::remove(uint64_t address, std::string& why) {
   removed = std::move(found->second);
   buffers_.erase(found);
   ++version_;
-  lock.unlock();
   return kGood;
 }
 
 std::shared_ptr<const RegisteredBuffer> RegisteredMemory::find(uint64_t address,
                                                                uint64_t bytes) const {
-  std::shared_lock lock(mutex_);
+  SharedLock lock(mutex_);
   const auto behind = buffers_.upper_bound(address);
   if (behind == buffers_.begin()) return nullptr;
   const auto& buffer = std::prev(behind)->second;
@@ -121,7 +120,7 @@ std::shared_ptr<const RegisteredBuffer> RegisteredMemory::find(uint64_t address,
 }
 
 std::vector<RemoteBuffer> RegisteredMemory::list() const {
-  std::shared_lock lock(mutex_);
+  SharedLock lock(mutex_);
   std::vector<const RegisteredBuffer*> all;
   for (const auto& [address, buffer] : buffers_) {
     if (buffer->rights != 0) all.push_back(buffer.get());
@@ -136,7 +135,7 @@ std::vector<RemoteBuffer> RegisteredMemory::list() const {
 }
 
 uint64_t RegisteredMemory::version() const {
-  std::shared_lock lock(mutex_);
+  SharedLock lock(mutex_);
   return version_;
 }
 

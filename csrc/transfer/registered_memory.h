@@ -3,12 +3,11 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <set>
-#include <shared_mutex>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/memory/region_table.h"
 #include "transfer/codes.h"
 #include "transfer/segment_description.h"
@@ -47,7 +46,7 @@ class RegisteredMemory {
 
   // Returns the registration that holds the whole range, or null.
   std::shared_ptr<const RegisteredBuffer> find(uint64_t address, uint64_t bytes) const;
-  // The remotely accessible registrations, oldest first; those of the engine itself come last.
+  // The remotely accessible registrations, oldest first; the engine's own come last.
   std::vector<RemoteBuffer> list() const;
   // Increases with every change.
   uint64_t version() const;
@@ -55,11 +54,11 @@ class RegisteredMemory {
  private:
   RegionTable& regions_;
   // Serializes add(). Registering with network cards may take seconds; transfers go on meanwhile.
-  std::mutex addingMutex_;           // also guards prepared_
-  std::set<Accelerator*> prepared_;  // have pinned memory for connections
-  mutable std::shared_mutex mutex_;  // guards all below
-  std::map<uint64_t, std::shared_ptr<RegisteredBuffer>> buffers_;  // by address
-  uint64_t version_ = 0;
+  Mutex addingMutex_;
+  std::set<Accelerator*> prepared_ GUARDED_BY(addingMutex_);  // have pinned memory for connections
+  mutable SharedMutex mutex_;
+  std::map<uint64_t, std::shared_ptr<RegisteredBuffer>> buffers_ GUARDED_BY(mutex_);  // by address
+  uint64_t version_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake::transfer

@@ -34,31 +34,32 @@ Result<Segment::Place> Segment::locateHere(uint64_t address, uint64_t bytes, uin
 }
 
 uint64_t Segment::generation() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return known_ ? known_->generation : 0;
 }
 
 Result<Segment::KnownPtr> Segment::known(Deadline deadline) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (known_) return known_;
   }
   MOONCAKE_TRY(refresh(0, deadline));
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return known_;
 }
 
 Status Segment::refresh(uint64_t generation, Deadline deadline) {
   if (isOurs_) return {};
   {
-    std::unique_lock lock(mutex_);
-    if (!asked_.wait_until(lock, deadline.when(), [this] { return !isAsking_; }))
+    Lock lock(mutex_);
+    if (!asked_.wait_until(mutex_, deadline.when(),
+                           [this]() REQUIRES(mutex_) { return !isAsking_; }))
       return {ErrorCode::kTimeout, "\"" + name_ + "\" has not answered in time"};
     if ((known_ ? known_->generation : 0) != generation) return {};
     isAsking_ = true;
   }
   auto known = ask(deadline);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isAsking_ = false;
   asked_.notify_all();
   if (!known.ok()) return known.error();
@@ -68,7 +69,7 @@ Status Segment::refresh(uint64_t generation, Deadline deadline) {
 
 std::shared_ptr<Segment::Asking> Segment::refreshSoon(uint64_t generation, Deadline deadline,
                                                       Errands& errands, Doorbell& bell) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (soon_ && soon_->generation_ == generation) {
     soon_->bells_.push_back(&bell);
     return soon_;
@@ -78,7 +79,7 @@ std::shared_ptr<Segment::Asking> Segment::refreshSoon(uint64_t generation, Deadl
   const auto asking = soon_;
   const Status posted = errands.post([self = shared_from_this(), asking, generation, deadline] {
     Status answer = self->refresh(generation, deadline);
-    std::lock_guard done(self->mutex_);
+    Lock done(self->mutex_);
     if (self->soon_ == asking) self->soon_ = nullptr;
     asking->answer_ = std::move(answer);
     asking->isDone_.exchange(true, std::memory_order_seq_cst);
@@ -97,7 +98,7 @@ std::optional<NamedAnswer> Segment::askStandingPeer(const Question& question,
   if (isOurs_ || context_.metadata.namesAreSessions()) return std::nullopt;
   KnownPtr known;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     known = known_;
   }
   if (!known || !known->peer || known->peer->disconnected) return std::nullopt;
@@ -142,7 +143,7 @@ Result<Segment::KnownPtr> Segment::ask(Deadline deadline) {
   auto known = std::make_shared<Known>();
   known->peer = std::move(*peer);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     known->generation = (known_ ? known_->generation : 0) + 1;
   }
   if (known->peer && known->peer->disconnected)

@@ -2,16 +2,15 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/engine.h"
 #include "transfer/errands.h"
 #include "transfer/metadata.h"
@@ -90,8 +89,8 @@ class Segment : public std::enable_shared_from_this<Segment> {
     uint64_t generation = 0;
   };
   using KnownPtr = std::shared_ptr<const Known>;
-  Result<KnownPtr> known(Deadline deadline);
-  Result<KnownPtr> ask(Deadline deadline);
+  Result<KnownPtr> known(Deadline deadline) EXCLUDES(mutex_);
+  Result<KnownPtr> ask(Deadline deadline) EXCLUDES(mutex_);
   Result<Place> locateHere(uint64_t address, uint64_t bytes, uint32_t right) const;
 
   const SegmentContext& context_;
@@ -99,11 +98,11 @@ class Segment : public std::enable_shared_from_this<Segment> {
   int32_t id_;
   const bool isOurs_;
   SlotShare slots_;
-  mutable std::mutex mutex_;  // guards all below
-  std::condition_variable asked_;
-  bool isAsking_ = false;  // one ask() at a time
-  KnownPtr known_;
-  std::shared_ptr<Asking> soon_;  // the refreshSoon() under way, or null
+  mutable Mutex mutex_;
+  Condition asked_;
+  bool isAsking_ GUARDED_BY(mutex_) = false;  // one ask() at a time
+  KnownPtr known_ GUARDED_BY(mutex_);
+  std::shared_ptr<Asking> soon_ GUARDED_BY(mutex_);  // the refreshSoon() under way, or null
 };
 
 class Segment::Asking {

@@ -8,7 +8,7 @@
 #include "engine/memory/region_table.h"
 
 // The question that a session port receives, and the engine's description of itself in answer. Wire
-// form, after the engine's handshake (engine/stream/handshake.h):
+// form, after the engine's handshake (wires/stream/handshake.h):
 //   question  u32 bytes of what follows, u8 version, u8 kind
 //   answer    u32 bytes of what follows, u8 version, string name, string protocol, bytes endpoint,
 //             u32 count, count x { u64 address, u64 bytes, u64 key, u32 rights, string location }

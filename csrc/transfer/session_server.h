@@ -7,8 +7,8 @@
 #include <string>
 
 #include "base/stop_signal.h"
-#include "engine/stream/handshake_listener.h"
 #include "transfer/segment_description.h"
+#include "wires/stream/handshake_listener.h"
 
 namespace mooncake::transfer {
 

@@ -185,7 +185,11 @@ Result<SessionListener> listenForSessions(const EngineEnv& env, const TransferEn
 Result<Fd> connectTo(const SessionId& where, Deadline deadline, const StopSignal* stop) {
   const auto addresses = resolve(where.host);
   if (!addresses.ok()) return addresses.error();
-  Error last{ErrorCode::kSystem, "host \"" + where.host + "\" has no address"};
+  Error why{ErrorCode::kSystem, "host \"" + where.host + "\" has no address"};
+  // A refusal at one address must not hide that another one cannot be reached.
+  const auto note = [&](ErrorCode code, std::string cause) {
+    if (why.code != ErrorCode::kTimeout) why = {code, std::move(cause)};
+  };
   for (Address address : *addresses) {
     address.setPort(where.port);
     Fd socket(::socket(address.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
@@ -195,16 +199,18 @@ Result<Fd> connectTo(const SessionId& where, Deadline deadline, const StopSignal
     int failure = ::connect(socket.get(), address.get(), address.bytes) == 0 ? 0 : errno;
     if (failure == EINPROGRESS) {
       if (const Status ready = await(socket.get(), POLLOUT, deadline, stop); !ready.ok()) {
-        last = {ready.code(), where.text() + ": " + ready.error().message};
+        if (ready.code() == ErrorCode::kAborted) return ready.error();
+        note(ErrorCode::kTimeout, where.text() + ": " + ready.error().message);
         continue;
       }
       socklen_t bytes = sizeof failure;
       ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &failure, &bytes);
     }
     if (failure == 0) return socket;
-    last = {ErrorCode::kPeerLost, systemError("connect(" + where.text() + ")", failure).message};
+    note(failure == ECONNREFUSED ? ErrorCode::kPeerLost : ErrorCode::kTimeout,
+         systemError("connect(" + where.text() + ")", failure).message);
   }
-  return last;
+  return why;
 }
 
 }  // namespace mooncake::transfer

@@ -26,8 +26,8 @@ struct SessionListener {
 Result<SessionListener> listenForSessions(const EngineEnv& env, const TransferEnv& settings,
                                           const std::string& host, bool isAddress, uint16_t port);
 
-// Returns a connected socket. kSystem: the name does not resolve; kPeerLost: connection refused or
-// unreachable; kTimeout; kAborted: `stop` came first.
+// Returns a connected socket. kSystem: the name does not resolve; kPeerLost: every address
+// refuses; kTimeout: an address gives no answer, or is unreachable; kAborted: `stop` came first.
 Result<Fd> connectTo(const SessionId& where, Deadline deadline, const StopSignal* stop = nullptr);
 
 // Waits for one of poll()'s events. kTimeout: the deadline passed; kAborted: `stop` came first.

@@ -67,20 +67,20 @@ void SlotPool::succeeded(SlotShare& share, Clock::time_point now) {
 }
 
 void SlotPool::ringAll() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   news_.fetch_add(1, std::memory_order_seq_cst);
   for (Doorbell* bell : bells_) bell->ring();
 }
 
 SlotPool::Rest::Rest(SlotPool& pool, Doorbell& bell) : pool_(pool), bell_(bell) {
-  std::lock_guard lock(pool_.mutex_);
+  Lock lock(pool_.mutex_);
   pool_.bells_.push_back(&bell_);
   seen_ = pool_.news_.load(std::memory_order_relaxed);
   pool_.resting_.fetch_add(1, std::memory_order_seq_cst);
 }
 
 SlotPool::Rest::~Rest() {
-  std::lock_guard lock(pool_.mutex_);
+  Lock lock(pool_.mutex_);
   pool_.resting_.fetch_sub(1, std::memory_order_relaxed);
   std::erase(pool_.bells_, &bell_);
 }

@@ -2,10 +2,10 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/wait.h"
 
 namespace mooncake::transfer {
@@ -23,7 +23,7 @@ class SlotShare {
 // Bounds the transfers that an engine has under way, in all and with each segment. All drivers of
 // the engine share it. Any thread.
 //
-// A peer that does not answer must cost the others nothing:
+// A peer that does not answer must cost the other peers nothing:
 // - A segment has at most half of the pool under way.
 // - A segment may always have a sixteenth of the pool under way, even if the pool is empty.
 // - A transfer that lasts longer than kPatience gives its slot back and stays under way.
@@ -71,7 +71,7 @@ class SlotPool {
 
  private:
   bool mayTake(const SlotShare& share, uint32_t underWay) const;
-  void ringAll();
+  void ringAll() EXCLUDES(mutex_);
 
   const uint32_t mostOfShare_;
   const uint32_t alwaysOfShare_;
@@ -79,8 +79,8 @@ class SlotPool {
   std::atomic<bool> isWanted_{false};  // a transfer was turned away because the pool was used up
   std::atomic<uint32_t> resting_{0};
   std::atomic<uint32_t> news_{0};
-  std::mutex mutex_;  // guards bells_
-  std::vector<Doorbell*> bells_;
+  Mutex mutex_;
+  std::vector<Doorbell*> bells_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake::transfer

@@ -35,9 +35,9 @@ Status StreamTransfers::enqueue(const MemoryOwner& device, void* handle,
             "the stream is being recorded into a graph, and a transfer cannot be recorded. Call it "
             "outside of the capture"};
   }
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   // The words of two calls on one stream do not mix, so their transfers keep an order.
-  left_.wait(lock, [&] { return !isInDriver(accelerator, stream); });
+  left_.wait(mutex_, [&]() REQUIRES(mutex_) { return !isInDriver(accelerator, stream); });
   if (isStopped_) return {ErrorCode::kAborted, "the engine is closed"};
   if (!failure_.ok()) return std::exchange(failure_, Status());
   MOONCAKE_TRY(start());
@@ -110,10 +110,10 @@ Status StreamTransfers::start() {
 
 void StreamTransfers::run() {
   auto changed = Clock::now();
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!isStopped_) {
     if (orders_.empty()) {
-      changed_.wait(lock, [this] { return isStopped_ || !orders_.empty(); });
+      changed_.wait(mutex_, [this]() REQUIRES(mutex_) { return isStopped_ || !orders_.empty(); });
       changed = Clock::now();
       continue;
     }
@@ -127,7 +127,7 @@ void StreamTransfers::run() {
       std::this_thread::yield();
       lock.lock();
     } else {
-      changed_.wait_for(lock, kPause);
+      changed_.wait_for(mutex_, kPause);
     }
   }
 }
@@ -169,14 +169,14 @@ void StreamTransfers::end(Order& order) {
 
 void StreamTransfers::stop() {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isStopped_ = true;
     changed_.notify_one();
   }
   if (thread_.joinable()) thread_.join();
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (Order& order : orders_) release(order);
-  left_.wait(lock, [this] {
+  left_.wait(mutex_, [this]() REQUIRES(mutex_) {
     return std::ranges::all_of(orders_, [](const Order& order) { return order.isEnqueued; });
   });
   for (Order& order : orders_) end(order);

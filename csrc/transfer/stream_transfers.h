@@ -1,15 +1,14 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/memory_owner.h"
 #include "transfer/batch.h"
 
@@ -58,24 +57,24 @@ class StreamTransfers {
   };
   static constexpr size_t kPairs = 256;  // in one block
 
-  // Under the lock, but for enqueueWords().
-  Result<Block*> blockOf(Accelerator& accelerator);
-  Status start();
-  bool isInDriver(const Accelerator& accelerator, const DeviceStream& stream) const;
+  Result<Block*> blockOf(Accelerator& accelerator) REQUIRES(mutex_);
+  Status start() REQUIRES(mutex_);
+  bool isInDriver(const Accelerator& accelerator, const DeviceStream& stream) const
+      REQUIRES(mutex_);
   static Status enqueueWords(const Order& order, bool& isTold);
-  void run();
-  bool advance(Order& order);
+  void run() EXCLUDES(mutex_);
+  bool advance(Order& order) REQUIRES(mutex_);
   static void release(const Order& order);
-  void end(Order& order);
+  void end(Order& order) REQUIRES(mutex_);
 
   const Calls calls_;
-  std::mutex mutex_;  // guards the fields below
-  std::condition_variable changed_;
-  std::condition_variable left_;  // a call has left the driver
-  std::vector<std::unique_ptr<Block>> blocks_;
-  std::list<Order> orders_;
-  Status failure_;  // of an order that has ended
-  bool isStopped_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  Condition left_;  // a call has left the driver
+  std::vector<std::unique_ptr<Block>> blocks_ GUARDED_BY(mutex_);
+  std::list<Order> orders_ GUARDED_BY(mutex_);
+  Status failure_ GUARDED_BY(mutex_);  // of an order that has ended
+  bool isStopped_ GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

@@ -5,7 +5,7 @@
 namespace mooncake::transfer {
 
 void TaskQueue::push(Batch* batch) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (batch->isQueued || batch->next == batch->submitted.load(std::memory_order_acquire)) return;
   batch->isQueued = true;
   enqueue(batch);
@@ -23,7 +23,7 @@ void TaskQueue::enqueue(Batch* batch) {
 }
 
 std::optional<TaskQueue::Claim> TaskQueue::pop(SlotPool& slots) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   auto slot = SlotPool::Slot::kNone;
   const auto line = std::find_if(lines_.begin(), lines_.end(), [&](const Line& one) {
     slot = slots.tryTake(one.segment->slots());
@@ -47,18 +47,18 @@ std::optional<TaskQueue::Claim> TaskQueue::pop(SlotPool& slots) {
 }
 
 bool TaskQueue::isEmpty() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return lines_.empty();
 }
 
 bool TaskQueue::await() {
-  std::unique_lock lock(mutex_);
-  ready_.wait(lock, [this] { return isStopped_ || !lines_.empty(); });
+  Lock lock(mutex_);
+  ready_.wait(mutex_, [this]() REQUIRES(mutex_) { return isStopped_ || !lines_.empty(); });
   return !isStopped_;
 }
 
 void TaskQueue::stop() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isStopped_ = true;
   ready_.notify_all();
 }

@@ -1,12 +1,11 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <list>
-#include <mutex>
 #include <optional>
 #include <unordered_map>
 
+#include "base/mutex.h"
 #include "transfer/batch.h"
 #include "transfer/slot_pool.h"
 
@@ -36,13 +35,13 @@ class TaskQueue {
     Segment* segment;
     std::deque<Batch*> batches;  // at least one
   };
-  void enqueue(Batch* batch);
+  void enqueue(Batch* batch) REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;  // guards all below
-  std::condition_variable ready_;
-  std::list<Line> lines_;  // the segment whose turn is next is in front
-  std::unordered_map<Segment*, std::list<Line>::iterator> bySegment_;
-  bool isStopped_ = false;
+  mutable Mutex mutex_;
+  Condition ready_;
+  std::list<Line> lines_ GUARDED_BY(mutex_);  // the segment whose turn is next is in front
+  std::unordered_map<Segment*, std::list<Line>::iterator> bySegment_ GUARDED_BY(mutex_);
+  bool isStopped_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake::transfer

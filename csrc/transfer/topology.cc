@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/log.h"
-#include "engine/nic/topology.h"
+#include "wires/nic/topology.h"
 
 namespace mooncake::transfer {
 namespace {

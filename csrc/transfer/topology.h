@@ -5,14 +5,14 @@
 #include <vector>
 
 #include "base/result.h"
-#include "engine/nic/topology.h"
+#include "wires/nic/topology.h"
 
 namespace mooncake::transfer {
 
 // Splits a list at its commas.
 std::vector<std::string> listOf(const std::string& text);
 
-// Returns JSON: each memory location of this host with [[preferred NICs], [others]]. Lists only
+// Returns JSON: each memory location of this host with [[preferred NICs], [other NICs]]. Lists only
 // NICs named in `devices` (separated by commas; empty: all RDMA devices). MC_CUSTOM_TOPO_JSON
 // overrides it.
 std::string describeTopology(const std::string& devices);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/mutex.h"
 #include "base/thread.h"
 #include "transfer/call_guard.h"
 #include "transfer/transfer_engine.h"
@@ -57,13 +58,13 @@ Code TransferEngine::transfer(std::span<const TransferRequest> requests) {
   TaskQueue queue;
   Driver driver(*driverContext_, queue);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     drivers_.insert(&driver.bell());
   }
   queue.push(&batch);
   driver.run();
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     drivers_.erase(&driver.bell());
   }
   return batch.failed == 0 ? kGood : kInvalid;
@@ -133,7 +134,7 @@ Status TransferEngine::transferOnStream(void* stream, std::vector<TransferReques
 
 // Fails only if no worker at all can be started.
 Status TransferEngine::startWorkers() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!workers_.empty() || isClosed_) return {};
   const size_t cores = std::max(1u, std::thread::hardware_concurrency());
   for (size_t i = 0; i < std::min(cores, kMostWorkers); ++i) {
@@ -147,12 +148,12 @@ Status TransferEngine::startWorkers() {
 void TransferEngine::work() {
   Driver driver(*driverContext_, queue_);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     drivers_.insert(&driver.bell());
   }
   while (queue_.await()) driver.run();
   driver.run();  // cancels the remaining tasks
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   drivers_.erase(&driver.bell());
 }
 

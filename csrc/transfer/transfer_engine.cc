@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/failpoint.h"
 #include "base/fork.h"
 #include "base/log.h"
 #include "transfer/call_guard.h"
@@ -18,7 +19,9 @@ namespace {
 
 // How long an unused connection stays open, and the records of a peer that is gone are kept.
 constexpr auto kIdle = std::chrono::seconds(60);
-constexpr size_t kArenaBytes = size_t(8) << 30;  // address space; a job may share this engine
+constexpr auto kCancelPause = std::chrono::milliseconds(10);
+// Least address space of the arena: a process may map the arenas of many engines.
+constexpr size_t kArenaBytes = size_t(8) << 30;
 
 }  // namespace
 
@@ -74,11 +77,11 @@ Status TransferEngine::start(TransferEngineOptions options) {
 
   EngineOptions engineOptions{.env = env_,
                               .logName = logName_,
-                              .arenaBytes = kArenaBytes,
                               .dataThreads = settings_.tcpIoThreads,
                               .peersReturn = true,
                               .idleAfter = kIdle,
                               .deadAfter = settings_.timeout};
+  engineOptions.env.arenaBytes = std::max(env_.arenaBytes, kArenaBytes);
   engineOptions.env.hostIp = listener->address;
   hasKey_ = env_.jobKey.has_value();
   if (hasKey_) {
@@ -147,7 +150,7 @@ TransferEngine::~TransferEngine() { close(); }
 void TransferEngine::close() {
   std::vector<std::thread> workers;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (std::exchange(isClosed_, true)) return;
     workers.swap(workers_);
     stopping_.bump();
@@ -158,9 +161,16 @@ void TransferEngine::close() {
   ended_.ring();
   queue_.stop();
   for (std::thread& worker : workers) worker.join();
-  calls_.close();
-  // A batch may have been submitted after its workers ended: this driver cancels it.
-  if (driverContext_) Driver(*driverContext_, queue_).run();
+  failpoint("workers-ended");
+  // A call that is still inside may submit a batch now, and another one may wait for that batch. A
+  // stream in transferOnStream() does both. So a driver cancels batches until all calls have left.
+  const auto cancelBatches = [this] {
+    if (driverContext_) Driver(*driverContext_, queue_).run();
+  };
+  do {
+    cancelBatches();
+  } while (!calls_.close(Deadline::after(kCancelPause)));
+  cancelBatches();
   onStreams_.stop();  // every transfer is over
   followUps_.stop();
   askers_.stop();
@@ -170,7 +180,7 @@ void TransferEngine::close() {
 }
 
 std::shared_ptr<Engine> TransferEngine::lend(const std::shared_ptr<TransferEngine>& self) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isClosed_ || !lent_.expired()) return nullptr;
   const auto held = std::make_shared<const std::shared_ptr<TransferEngine>>(self);
   lent_ = held;
@@ -189,7 +199,7 @@ Deadline TransferEngine::deadlineOf(uint64_t bytes) const {
 // On the loop's thread.
 std::shared_ptr<const Bytes> TransferEngine::describe() {
   const uint64_t version = memory_->version();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isClosed_) return nullptr;
   if (!description_ || describedVersion_ != version) {
     // An empty name makes peers that knew this one ask the metadata server again.
@@ -314,7 +324,7 @@ Code TransferEngine::retract() {
   const Call call(*this);
   if (!call) return kContext;
   keeper_->retract();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   description_.reset();
   return kGood;
 }
@@ -385,7 +395,7 @@ Code TransferEngine::warmUp(const std::string& name) {
   if (!regions.ok()) return fail(codeOf(regions.error().code), regions.error().message);
   const uint32_t generation = stopping_.generation();
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (isClosed_) return kContext;
     drivers_.insert(&outcome->bell);
   }
@@ -398,7 +408,7 @@ Code TransferEngine::warmUp(const std::string& name) {
   const Waiter waiter{outcome->bell, stopping_, generation, deadline, SpinPolicy::forMessages()};
   const WaitResult waited = waiter.until([&] { return outcome->isThere.load(); });
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     drivers_.erase(&outcome->bell);
   }
   if (waited == WaitResult::kInterrupted) return kContext;

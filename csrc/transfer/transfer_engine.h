@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <span>
@@ -9,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/stop_signal.h"
 #include "engine/memory/gate.h"
 #include "transfer/batch.h"
@@ -26,7 +26,7 @@ namespace mooncake::transfer {
 
 struct TransferEngineOptions {
   EngineEnv env;
-  std::string localName;       // host, or host:port; empty: the first address others can reach
+  std::string localName;       // host, or host:port; empty: the first address that peers can reach
   std::string host;            // where peers reach us; empty: the host of localName
   std::string metadataServer;  // "P2PHANDSHAKE", "http://host:port/metadata"
   std::string protocol = "tcp";
@@ -134,9 +134,9 @@ class TransferEngine {
   Code fail(Code code, const std::string& what) const;
   std::shared_ptr<Batch> beginBatch(std::span<const TransferRequest> requests);
   Code add(Batch& batch, std::span<const TransferRequest> requests);
-  void work();
-  Status startWorkers();
-  std::shared_ptr<const Bytes> describe();
+  void work() EXCLUDES(mutex_);
+  Status startWorkers() EXCLUDES(mutex_);
+  std::shared_ptr<const Bytes> describe() EXCLUDES(mutex_);
   Deadline deadlineOf(uint64_t bytes) const;
   // The segment's peer; if that is gone, asks for the segment's engine again.
   Result<std::shared_ptr<Peer>> livePeer(Segment& segment);
@@ -154,7 +154,7 @@ class TransferEngine {
   std::unique_ptr<StopSignal> closing_;  // ends questions to peers
   Doorbell ended_;
   BellPool bells_;
-  // Each member uses those above it, so they are destroyed in reverse order.
+  // Each member uses members above it, so they are destroyed in reverse order.
   std::unique_ptr<TransportContext> askContext_;
   std::unique_ptr<TransportContext> answerContext_;
   std::shared_ptr<Engine> engine_;
@@ -177,13 +177,13 @@ class TransferEngine {
   static constexpr size_t kMostAskers = 8;
   Errands askers_{kMostAskers};  // run the drivers' questions to peers
 
-  std::mutex mutex_;  // guards all below
-  bool isClosed_ = false;
-  std::vector<std::thread> workers_;
-  std::set<Doorbell*> drivers_;
-  std::weak_ptr<const void> lent_;
-  std::shared_ptr<const Bytes> description_;
-  uint64_t describedVersion_ = 0;
+  Mutex mutex_;
+  bool isClosed_ GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> workers_ GUARDED_BY(mutex_);
+  std::set<Doorbell*> drivers_ GUARDED_BY(mutex_);
+  std::weak_ptr<const void> lent_ GUARDED_BY(mutex_);
+  std::shared_ptr<const Bytes> description_ GUARDED_BY(mutex_);
+  uint64_t describedVersion_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake::transfer

@@ -59,7 +59,7 @@ MOONCAKE_HOST_DEVICE inline Fp8Scale fp8Scale(float amax, bool roundScale) {
 }
 
 // The code of a channel of that block. The sign is taken from the channel: zero times infinity has
-// one on some processors and none on others.
+// one on some processors only.
 MOONCAKE_HOST_DEVICE inline uint8_t castToE4m3(uint16_t value, Fp8Scale scale) {
   const uint8_t code = floatToE4m3(product(bf16ToFloat(value), scale.inverse));
   return uint8_t((code & 0x7f) | ((value >> 8) & 0x80));

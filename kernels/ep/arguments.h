@@ -7,7 +7,7 @@
 #include "kernels/common/host_device.h"
 
 // The arguments of the kernels for experts, and the memory that a rank publishes for them. Rows and
-// their order are those of csrc/ep. Addresses are the device's.
+// their order are as in csrc/ep. Addresses are the device's.
 namespace mooncake::kernels {
 
 constexpr unsigned kMostTopk = 32;       // experts of a token: a lane has one of them
@@ -33,7 +33,7 @@ struct Dispatched {
 
 // The begin of published memory. A Failure other than kNone: the rank's inputs are wrong,
 // and the operation fails on all ranks.
-struct Published {
+struct RowsHeader {
   uint64_t mask;      // bits of the ranks that the caller counts as active
   uint64_t dispatch;  // combine: number of the dispatch of these rows
   uint32_t tokens, topk;
@@ -61,10 +61,10 @@ MOONCAKE_HOST_DEVICE constexpr size_t toLine(size_t bytes) {
   return (bytes + kLine - 1) / kLine * kLine;
 }
 // Offsets in published memory.
-//   dispatch: Published | uint32 rows of each expert | Choice [tokens][topk] | rows in sent form
-//   combine:  Published | uint32 first row [local expert][rank] | rows [local expert][ranks * T]
-// In the inbox of a remote rank they are the same, but only its own rows are there, those of a combine
-// as [local expert][T] by Choice::index.
+//   dispatch: RowsHeader | uint32 rows of each expert | Choice [tokens][topk] | rows in sent form
+//   combine:  RowsHeader | uint32 first row [local expert][rank] | rows [local expert][ranks * T]
+// In the inbox of a remote rank they are the same, but only the rows for that rank are there. A
+// combine's rows are [local expert][T] by Choice::index.
 MOONCAKE_HOST_DEVICE constexpr size_t countsAt() { return kLine; }
 MOONCAKE_HOST_DEVICE constexpr size_t choicesAt(size_t experts) {
   return countsAt() + toLine(experts * sizeof(uint32_t));
@@ -96,7 +96,7 @@ struct ExpertCall {
 
 // The ranks that a caller counts as active.
 struct Mask {
-  const uint64_t* buffer;    // bits: those of the buffer, at the moment that the kernel runs
+  const uint64_t* buffer;    // the buffer's bits, at the moment that the kernel runs
   int32_t* ranks = nullptr;  // [rank]: 0 excludes a rank, and is written if one takes no part
 };
 

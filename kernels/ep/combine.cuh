@@ -9,7 +9,7 @@ namespace mooncake::kernels {
 
 // ---- sending
 
-// Whether each choice is that of the dispatch, or none. The same on all threads of the block.
+// Whether each choice is none, or as in the dispatch. The same on all threads of the block.
 MC_DEVICE bool areOfDispatch(const Chosen& chosen, const Choice* choices) {
   bool areSame = true;
   for (size_t i = threadIdx.x; i < size_t(chosen.tokens) * chosen.topk; i += blockDim.x) {
@@ -30,8 +30,8 @@ MC_DEVICE void publishRanges(const CombineSend& a, unsigned char* own) {
   if (threadIdx.x >= kLanes) return;
   const uint64_t mask = ownMask(a.mask, int(ranks));
   if (lane() != 0) return;
-  *reinterpret_cast<Published*>(own) = {mask, a.dispatched->number, a.chosen.tokens, a.chosen.topk,
-                                        uint32_t(failure)};
+  *reinterpret_cast<RowsHeader*>(own) = {mask, a.dispatched->number, a.chosen.tokens, a.chosen.topk,
+                                         uint32_t(failure)};
 }
 
 // Publishes the rows that experts made. Rows of all experts take turns over the kernel's warps.
@@ -46,7 +46,7 @@ MC_DEVICE void sendAnswers(const CombineSend& a, unsigned char* rows, unsigned b
     if (counted > perExpert) counted = 0;
     for (unsigned i = 0; i < kLanes && begin + i < a.call.local; ++i) {
       const size_t count = __shfl_sync(kAllLanes, counted, int(i)), all = warps();
-      for (size_t row = (warpOf(block) + all - before % all) % all; row < count; row += all) {
+      for (size_t row = firstItem(block, before); row < count; row += all) {
         const size_t place = (begin + i) * perExpert + row;
         const unsigned char* const from = a.x + place * rowBytes;
         unsigned char* const to = rows + place * a.call.rowBytes;
@@ -61,10 +61,10 @@ MC_DEVICE void sendAnswers(const CombineSend& a, unsigned char* rows, unsigned b
   }
 }
 
-// Pushes the facts to a remote rank, and the rows for its tokens, those that sendAnswers() has written
-// in this block. One warp.
+// Pushes the facts to a remote rank, and the rows for its tokens that sendAnswers() has written in
+// this block. One warp.
 MC_DEVICE void pushAnswers(const CombineSend& a, Pushes& pushes, unsigned block) {
-  push(pushes, 0, 0, lane() == 0 && block == gridDim.x - 1 ? sizeof(Published) : 0);
+  push(pushes, 0, 0, lane() == 0 && block == gridDim.x - 1 ? sizeof(RowsHeader) : 0);
   const size_t ranks = size_t(a.call.exchange.state->ranks), perExpert = ranks * a.call.maxTokens;
   const size_t some = blockDim.x / kLanes;  // rows side by side that the block has written
   size_t before = 0;
@@ -74,7 +74,7 @@ MC_DEVICE void pushAnswers(const CombineSend& a, Pushes& pushes, unsigned block)
     if (counted > perExpert) counted = 0;
     const size_t first = range >> 32;
     if (first > counted || count > counted - first || count > a.call.maxTokens) count = 0;
-    // Numbers of the rows among those of all experts.
+    // Numbers of the rows among the rows of all experts.
     const Part rows{before + first, before + first + count};
     const size_t turn = rows.begin / some, skipped = (block + gridDim.x - turn % gridDim.x);
     for (size_t i = turn + skipped % gridDim.x; i * some < rows.end; i += kLanes * gridDim.x) {
@@ -122,7 +122,7 @@ MC_DEVICE Answer answersOf(const CombineReceive& a, const GroupState& state, con
     const Expert expert = a.experts[choice.expert];
     isHere = has(participants, state.rank) && has(participants, expert.owner);
     if (isHere) {
-      const unsigned char* const theirs = published(state, expert.owner, turn.serial);
+      const unsigned char* const theirs = bankAt(state, expert.owner, turn.serial);
       const bool isRemote = has(state.remote.ranks, expert.owner);
       const size_t local = size_t(expert.local), ranks = size_t(state.ranks);
       const size_t perExpert = isRemote ? a.call.maxTokens : ranks * a.call.maxTokens;
@@ -166,7 +166,7 @@ MC_DEVICE void storeSums(const float* sums, unsigned char* to, size_t first, siz
 constexpr size_t kChannelsAtOnce = 256;  // of a row, by a warp
 
 // Adds up rows of bfloat16: the blocks of channels from `first` on, each `step`-th. `begin(sum,
-// channel)` adds the numbers before those of the rows. One warp.
+// channel)` adds the numbers that come before the rows. One warp.
 template <typename Begin>
 MC_DEVICE void addRows(size_t hidden, const Answer& answer, unsigned char* to, size_t first,
                        size_t step, const Begin& begin) {

@@ -16,7 +16,7 @@ struct PieceRows {
   uint32_t begin[kMaxRanks];  // first row of all pieces, in x
   uint32_t end;               // of all places
   uint32_t most;              // rows of the largest piece up to this one
-  uint32_t mostOfOne;         // the same of those that go back to one remote rank
+  uint32_t mostOfOne;         // the same for the rows that go back to one remote rank
 };
 
 // The first row of [begin, end) with a token that is not below `token`.
@@ -71,7 +71,7 @@ MC_DEVICE void findRows(const CombineTokens& a, const Turn& turn, PieceRows& fou
 
 // The most rows in the published memory of a rank.
 MC_DEVICE size_t roomOf(const GroupState& state, int rank, const TokenCall& call) {
-  return (publishedBytes(state, rank) - answerRowsAt()) / call.rowBytes;
+  return (bankBytesOf(state, rank) - answerRowsAt()) / call.rowBytes;
 }
 
 // Rows that fit into an inbox. Without remote ranks any number does.
@@ -101,8 +101,8 @@ MC_DEVICE void publishAnswers(const CombineTokens& a, unsigned char* own, unsign
                weightBytes);
   }
   if (block != gridDim.x - 1 || threadIdx.x >= kLanes) return;
-  // So a row's place is this number and the row's place among those of all pieces. A remote rank has
-  // only its own rows.
+  // So a row's place is this number and the row's place among the rows of all pieces. A remote rank
+  // has only its own rows.
   if (lane() < ranks) {
     const uint32_t place = has(state.remote.ranks, int(lane())) ? 0 : rows.place[lane()];
     factsIn(own)[lane()] = place - (rows.first[lane()] - rows.begin[lane()]);
@@ -113,7 +113,7 @@ MC_DEVICE void publishAnswers(const CombineTokens& a, unsigned char* own, unsign
 
 constexpr size_t kPushedBytes = size_t(1) << 20;  // at most by a command, but for one row
 
-// Pushes the facts, and those of a remote rank's rows that the block has written. One warp.
+// Pushes the facts, and the rows for a remote rank that the block has written. One warp.
 MC_DEVICE void pushAnswers(const CombineTokens& a, Pushes& pushes, unsigned block,
                            const PieceRows& rows) {
   const TokenCall& call = a.call;

@@ -8,8 +8,8 @@
 namespace mooncake::kernels {
 
 // The facts of a rank that takes part.
-MC_DEVICE const Published& publishedOf(const Turn& turn, int rank) {
-  return *reinterpret_cast<const Published*>(turn.data[rank]);
+MC_DEVICE const RowsHeader& headerOf(const Turn& turn, int rank) {
+  return *reinterpret_cast<const RowsHeader*>(turn.data[rank]);
 }
 
 MC_DEVICE int32_t chosenAt(const Chosen& chosen, size_t place) {
@@ -34,7 +34,7 @@ struct Together {
 
 // `dispatch`: number of the dispatch that is combined; 0: none. All threads of a block.
 MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t dispatch) {
-  // A rank that is skipped knows nothing of the others.
+  // A rank that is skipped knows nothing of the other ranks.
   if (!has(turn.active, state.rank)) return {turn.active, uint32_t(Failure::kNone), -1};
   MC_SHARED(Together, shared);
   __syncthreads();  // the block may still use the facts of an earlier call
@@ -43,7 +43,7 @@ MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t 
     uint64_t mask = turn.active;
     Failure failure = Failure::kNone;
     if (rank < state.ranks && has(turn.active, rank)) {
-      const Published& theirs = publishedOf(turn, rank);
+      const RowsHeader& theirs = headerOf(turn, rank);
       mask = theirs.mask;
       failure = Failure(theirs.failure);
       if (failure == Failure::kNone && theirs.dispatch != dispatch)
@@ -55,7 +55,7 @@ MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t 
     const uint32_t why = __shfl_sync(kAllLanes, uint32_t(failure), failed ? first : 0);
     if (rank == 0) {
       shared = {mask & turn.active, why, first};
-      // After the loads: if they found other data than those of this turn, this is seen.
+      // After the loads: if they found data of another turn, this is seen.
       if (isOut(state)) shared = {0, uint32_t(Failure::kOut), state.rank};
     }
   }
@@ -63,8 +63,8 @@ MC_DEVICE Together together(const GroupState& state, const Turn& turn, uint64_t 
   return shared;
 }
 
-// Pushes rows of `rowBytes` at `at` of published memory to the same place of a remote rank's inbox:
-// those of [rows.begin, rows.end) that `isWanted(row)` names. One warp.
+// Pushes the rows of [rows.begin, rows.end) that `isWanted(row)` names to the same place of a
+// remote rank's inbox. Row 0 is at `at` of published memory, and each has `rowBytes`. One warp.
 template <typename IsWanted>
 MC_DEVICE void pushRows(Pushes& pushes, size_t at, size_t rowBytes, const Part& rows,
                         const IsWanted& isWanted) {

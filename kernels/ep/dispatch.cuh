@@ -10,8 +10,8 @@ namespace mooncake::kernels {
 
 // ---- sending
 
-// Numbers the choices of the tokens up to `end`, writes those from `first` on, and counts those of
-// each expert. Returns whether an expert does not exist. One warp; `counts` are zeros before.
+// Numbers the choices of the tokens up to `end`, writes the choices from `first` on, and counts
+// each expert's choices. Returns whether an expert does not exist. One warp; `counts` begin as 0.
 MC_DEVICE bool numberChoices(const DispatchSend& a, unsigned char* own, size_t first, size_t end,
                              uint32_t* counts) {
   const Chosen& chosen = a.chosen;
@@ -52,7 +52,8 @@ MC_DEVICE void publishCounts(const DispatchSend& a, unsigned char* own, const ui
                           : areTooMany ? Failure::kTooManyRows
                                        : Failure::kNone;
   if (lane() != 0) return;
-  *reinterpret_cast<Published*>(own) = {mask, 0, a.chosen.tokens, a.chosen.topk, uint32_t(failure)};
+  *reinterpret_cast<RowsHeader*>(own) = {mask, 0, a.chosen.tokens, a.chosen.topk,
+                                         uint32_t(failure)};
 }
 
 constexpr size_t kCopiedAtOnce = 2048;  // bytes of a row, by a warp
@@ -159,7 +160,7 @@ MC_DEVICE void writeRanges(const DispatchReceive& a, const GroupState& state, co
   for (unsigned local = warpOf(block); local < a.call.local; local += warps()) {
     unsigned count = 0;
     if (isSource) {
-      const unsigned char* const theirs = published(state, int(rank), turn.serial);
+      const unsigned char* const theirs = bankAt(state, int(rank), turn.serial);
       count = reinterpret_cast<const uint32_t*>(theirs + countsAt())[a.mine[local]];
     }
     const unsigned end = sumUpTo(count);
@@ -198,13 +199,13 @@ MC_DEVICE void takeRow(const DispatchReceive& a, const unsigned char* row, size_
   copyByWarp(a.rows + (local * perExpert + place) * hidden, row + sentScaleBytes(hidden), hidden);
 }
 
-// Place of a rank's first row among those of an expert.
+// Place of a rank's first row among an expert's rows.
 MC_DEVICE unsigned firstRow(const GroupState& state, const Turn& turn, uint64_t participants,
                             int source, int32_t expert) {
   unsigned first = 0;
   for (int rank = 0; rank < source; ++rank) {
     if (!has(participants, rank)) continue;
-    const unsigned char* const theirs = published(state, rank, turn.serial);
+    const unsigned char* const theirs = bankAt(state, rank, turn.serial);
     first += reinterpret_cast<const uint32_t*>(theirs + countsAt())[expert];
   }
   return first;
@@ -214,19 +215,20 @@ MC_DEVICE unsigned firstRow(const GroupState& state, const Turn& turn, uint64_t 
 // at a time; `before` of the kernel's warps have had their turn.
 MC_DEVICE size_t takeRows(const DispatchReceive& a, const GroupState& state, const Turn& turn,
                           uint64_t participants, int source, unsigned block, size_t before) {
-  const unsigned char* const theirs = published(state, source, turn.serial);
-  const Published& about = publishedOf(turn, source);
-  const unsigned tokens = about.tokens, topk = about.topk;  // read over the wire, so only once
-  // If this rank is out, these may be another operation's. No number of it may lead astray.
+  const unsigned char* const theirs = bankAt(state, source, turn.serial);
+  const RowsHeader& about = headerOf(turn, source);
+  // Read over the wire, so only once. If this rank is out, these may be another operation's. Lanes
+  // must not find different numbers then, and no number may lead astray.
+  const unsigned tokens = ofFirstLane(about.tokens), topk = ofFirstLane(about.topk);
   const bool areSound = tokens <= a.call.maxTokens && topk <= kMostTopk &&
                         tokensAt(a.call.experts, tokens, topk) + tokens * a.call.rowBytes <=
-                            publishedBytes(state, source);
+                            bankBytesOf(state, source);
   const size_t choices = areSound ? size_t(tokens) * topk : 0;
   const Choice* const chosen = reinterpret_cast<const Choice*>(theirs + choicesAt(a.call.experts));
   const unsigned char* const rows = theirs + tokensAt(a.call.experts, tokens, topk);
   const size_t perExpert = size_t(state.ranks) * a.call.maxTokens;
   const size_t groups = (choices + kLanes - 1) / kLanes, all = warps();
-  for (size_t group = (warpOf(block) + all - before % all) % all; group < groups; group += all) {
+  for (size_t group = firstItem(block, before); group < groups; group += all) {
     const size_t place = group * kLanes + lane();
     Choice choice{kNone, 0};
     if (place < choices) choice = chosen[place];

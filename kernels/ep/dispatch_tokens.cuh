@@ -136,19 +136,19 @@ MC_DEVICE size_t takeTokens(const DispatchTokens& a, const GroupState& state, co
                             const Arrivals& found, int source, unsigned block, size_t before) {
   const TokenCall& call = a.call;
   const unsigned char* const theirs = turn.data[source];
-  const Published& about = publishedOf(turn, source);
-  const size_t all = about.tokens, width = about.topk;  // read over the wire, so only once
+  const RowsHeader& about = headerOf(turn, source);
+  // Read over the wire, so only once. If this rank is out, these may be another operation's. Lanes
+  // must not find different numbers then, and no number may lead astray.
+  const size_t all = ofFirstLane(about.tokens), width = ofFirstLane(about.topk);
   const Part piece = tokensOf(call, turn.number, all);
-  const size_t tokens = piece.end - piece.begin, room = publishedBytes(state, source);
-  // If this rank is out, these may be another operation's. No number of it may lead astray.
+  const size_t tokens = piece.end - piece.begin, room = bankBytesOf(state, source);
   const bool areSound = width == call.width && tokens <= room / call.rowBytes &&
                         tokenRowsAt(tokens, width) + tokens * call.rowBytes <= room;
   const size_t choices = areSound ? tokens * width : 0;
   const Choice* const chosen = reinterpret_cast<const Choice*>(theirs + tokenChoicesAt());
   const unsigned char* const rows = theirs + tokenRowsAt(tokens, width);
   const size_t groups = (choices + kLanes - 1) / kLanes, step = warps();
-  for (size_t group = (warpOf(block) + step - before % step) % step; group < groups;
-       group += step) {
+  for (size_t group = firstItem(block, before); group < groups; group += step) {
     const size_t place = group * kLanes + lane();
     Choice choice{kNone, 0};
     if (place < choices) choice = chosen[place];
@@ -203,7 +203,7 @@ MC_DEVICE void writeFacts(const DispatchTokens& a, const GroupState& state, cons
     const int rank = i / (ranks + 1), of = i % (ranks + 1);
     uint32_t number = 0;
     if (has(participants, rank) && has(participants, state.rank)) {
-      number = of < ranks ? factsOf(turn, rank)[of] : publishedOf(turn, rank).tokens;
+      number = of < ranks ? factsOf(turn, rank)[of] : headerOf(turn, rank).tokens;
     }
     a.table[i] = int32_t(number);
   }

@@ -25,7 +25,7 @@ MC_DEVICE LogfmtHeader headerOfLanes(const uint16_t* values) {
   return logfmtHeader(largest, smallest);
 }
 
-// Writes one bit of each channel: a byte has those of two lanes.
+// Writes one bit of each channel: a byte has the bits of two lanes.
 MC_DEVICE void storeBits(unsigned char* to, uint32_t own) {
   const uint32_t other = __shfl_xor_sync(kAllLanes, own, 1);
   if (lane() % 2 == 0) to[lane() / 2] = static_cast<unsigned char>(own | other << 4);

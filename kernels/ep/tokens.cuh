@@ -25,12 +25,13 @@ MC_DEVICE void publishFacts(const TokenCall& call, unsigned char* own, uint64_t 
                             Failure failure) {
   const uint64_t mask = ownMask(call.mask, call.exchange.state->ranks) & call.among;
   if (lane() != 0) return;
-  *reinterpret_cast<Published*>(own) = {mask, dispatch, call.tokens, call.width, uint32_t(failure)};
+  *reinterpret_cast<RowsHeader*>(own) = {mask, dispatch, call.tokens, call.width,
+                                         uint32_t(failure)};
 }
 
 // An operation with data that all ranks publish in each piece. `write(own, turn, block)` writes the
 // block's part, and `push(pushes, turn, block)` pushes it to a remote rank, after `prepare(turn)` in
-// each turn. The others: see runExchange().
+// each turn. The other parameters: see runExchange().
 template <typename Prepare, typename Write, typename Push, typename Consume, typename Finish>
 MC_DEVICE void exchangeTokens(const TokenCall& call, const Prepare& prepare, const Write& write,
                               const Push& push, const Consume& consume, const Finish& finish) {
@@ -40,7 +41,7 @@ MC_DEVICE void exchangeTokens(const TokenCall& call, const Prepare& prepare, con
       exchange, 0,
       [&](const Turn& turn, const Blocks& blocks) {
         const GroupState& state = *exchange.state;
-        unsigned char* const own = published(state, state.rank, turn.serial);
+        unsigned char* const own = bankAt(state, state.rank, turn.serial);
         prepare(turn);
         for (unsigned block = blocks.first; block < blocks.end; ++block)
           if (blocks.publish(state, block, turn.number)) write(own, turn, block);

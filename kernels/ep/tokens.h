@@ -12,9 +12,9 @@ constexpr unsigned kMostBiases = 2;
 constexpr unsigned kMostOwners = 32;  // ranks of a token: a lane has one of them
 
 // Offsets in published memory.
-//   dispatch: Published | uint32 rows for each rank, and the most that this rank takes |
+//   dispatch: RowsHeader | uint32 rows for each rank, and the most that this rank takes |
 //             Choice [token][width] | rows, each with its fields side by side
-//   combine:  Published | uint32 place of the first row of each rank | rows, each with its weights
+//   combine:  RowsHeader | uint32 place of the first row of each rank | rows, each with its weights
 MOONCAKE_HOST_DEVICE constexpr size_t tokenChoicesAt() {
   return kLine + toLine((kMaxRanks + 1) * sizeof(uint32_t));
 }
@@ -54,13 +54,13 @@ struct DispatchTokens {
   Field fields[kMostFields];
   unsigned fieldCount;
   const int32_t* counts;  // [rank]: this rank's rows for it
-  size_t capacity;        // most rows that this rank takes. Those behind the last one become zeros
-  // An earlier dispatch: the rows go to its places. Those of ranks that have gone since are zeros.
+  size_t capacity;        // most rows that this rank takes. Rows behind the last one become zeros
+  // An earlier dispatch: the rows go to its places. Rows of ranks that have gone since are zeros.
   // Null: none, and the results below are written.
   const Dispatched* earlier;
   const int32_t* earlierEnds;  // [rank]
   int32_t* sources;            // [row]: the token at its rank
-  int32_t* ends;               // [rank]: the rows up to those of the rank, inclusive
+  int32_t* ends;               // [rank]: rows of the ranks up to this one, inclusive
   int32_t* table;              // [rank][ranks + 1]: its rows for each rank, and its tokens
   Dispatched* dispatched;
 };

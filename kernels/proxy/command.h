@@ -16,7 +16,7 @@ struct alignas(64) ProxyCommand {
   uint64_t targetOffset;
   uint64_t bytes;
   uint32_t signal;  // number of the peer's word that counts this command, or kNoSignal
-  uint32_t valid;   // the command's number plus one, written last: the others are there
+  uint32_t valid;   // the command's number plus one, written last: the other fields are there
 };
 
 // Why a peer's ring takes no more commands.

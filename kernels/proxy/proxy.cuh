@@ -90,7 +90,7 @@ MC_DEVICE ProxyTicket put(const ProxyView& proxy, uint32_t peer, const ProxyPut&
   return ticket;
 }
 
-// Waits until so many commands of the peer's ring have completed, from the first one on.
+// Waits until `count` commands of the peer's ring have completed, from the first one on.
 MC_DEVICE ProxyResult awaitCompleted(const ProxyView& proxy, uint32_t peer, uint32_t count) {
   const ProxyCounts& counts = proxy.counts[peer];
   ProxyResult result = ProxyResult::kLate;

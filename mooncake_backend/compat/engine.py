@@ -1,4 +1,4 @@
 """`from mooncake.engine import TransferEngine`."""
 
-from mooncake_backend.transfer import *  # noqa: F403
-from mooncake_backend.transfer import __all__ as __all__
+from mooncake_backend.engine import *  # noqa: F403
+from mooncake_backend.engine import __all__ as __all__

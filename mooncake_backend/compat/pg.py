@@ -1,8 +1,4 @@
 """`from mooncake import pg`: process groups. Importing it registers the backends."""
 
-from mooncake_backend.membership import *  # noqa: F403
-from mooncake_backend.membership import __all__ as __all__
-from mooncake_backend.options import UpstreamOptions as MooncakeBackendOptions  # noqa: F401
-from mooncake_backend.registration import register
-
-register()
+from mooncake_backend.pg import *  # noqa: F403
+from mooncake_backend.pg import __all__ as __all__

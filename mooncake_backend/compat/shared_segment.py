@@ -1,7 +1,7 @@
 """`from mooncake.shared_segment import ...`: memory that ranks share by GPU handles."""
 
+from mooncake_backend.engine import SharedSegment
 from mooncake_backend.membership import not_yet
-from mooncake_backend.transfer import SharedSegment
 
 shared_segment_supported = SharedSegment.supported
 create_shared_segment = not_yet("create_shared_segment", "memory shared by GPU handles")

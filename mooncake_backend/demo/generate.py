@@ -1,5 +1,5 @@
-"""One rank of the mixture of experts. It learns with the others and keeps its share of the experts.
-Then it generates text from its own prompts, through the experts of all ranks.
+"""One rank of the mixture of experts. It learns with the other ranks and keeps its share of the
+experts. Then it generates text from its own prompts, through the experts of all ranks.
 
 It writes all results to rank-N.jsonl at once; rank 0 also prints one JSON line per step.
 """
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mooncake.ep import Buffer
 from mooncake_backend.demo.mixture import (
     BALANCE,
     CONTEXT,
@@ -35,6 +34,7 @@ from mooncake_backend.demo.mixture import (
     loss_of,
 )
 from mooncake_backend.demo.model import Text, die_with_launcher
+from mooncake_backend.ep import Buffer
 
 BATCH = 4
 RATE = 4e-3
@@ -118,7 +118,7 @@ class Rank:
         self.model.eval()
 
     def keep_share(self) -> None:
-        """Keeps this rank's experts; the others are reached through the ranks that keep them."""
+        """Keeps this rank's experts; the other experts are reached through their ranks."""
         sizes = (BATCH * CONTEXT, WIDTH, self.size, EXPERTS_OF_A_RANK * self.size)
         buffer = Buffer(
             dist.group.WORLD,

@@ -16,8 +16,8 @@ WIDTH, HEADS, EXPERT_WIDTH, LAYERS, CHOSEN = 128, 4, 128, 2, 2
 EXPERTS_OF_A_RANK = 2
 CONTEXT = 128
 PROMPT, LENGTH = 24, 96  # characters of a sentence: given, and generated
-# The model sees a character together with those before it, hashed into a table, so that it learns
-# words in seconds.
+# The model sees a character together with the characters before it, hashed into a table, so that it
+# learns words in seconds.
 LOOK_BACK, TABLE = 3, 8192
 BALANCE = 0.01  # weight of the loss for uneven use of the experts
 

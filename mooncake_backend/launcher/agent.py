@@ -58,8 +58,8 @@ class RestartingAgent(LocalElasticAgent):
         self.look()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
-            # By now torchrun has stopped all others. A rank that failed between the looks comes
-            # first.
+            # By now torchrun has stopped all other ranks. A rank that failed between the looks
+            # comes first.
             first = next(iter(result.failures.values()))
             self.look(stopped=True, except_for=None if self.failed else first.local_rank)
         return result
@@ -112,7 +112,7 @@ class RestartingAgent(LocalElasticAgent):
 
 
 class ContinuingAgent(RestartingAgent):
-    """An agent that ends no other rank when a rank dies, on its own node or on others."""
+    """An agent that ends no other rank when a rank dies, on its own node or on another."""
 
     def __init__(self, journal: Journal, spec: WorkerSpec, *positional: Any, **named: Any) -> None:
         self.rendezvous = FixedRendezvous(spec.rdzv_handler)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
+from mooncake_backend.ranks import list_ranks
+
 TITLE = "mooncake-run"
 
 
@@ -62,8 +64,8 @@ def failures(endings: Iterable[Ending]) -> list[Ending]:
 
 
 def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
-    """A table of the ranks that died, when and how, how long the others waited, and which ranks
-    finished. `unknown`: lines about ranks whose launcher has gone."""
+    """A table of the ranks that died, when and how, how long the other ranks waited, and which
+    ranks finished. `unknown`: lines about ranks whose launcher has gone."""
     last = max((ending.attempt for ending in endings), default=0)
     headline = _headline([ending for ending in endings if ending.attempt == last])
     if last:
@@ -109,7 +111,7 @@ def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...
     elif any(other.stopped for other in others):
         said.append("were stopped")
     return (
-        name_ranks([ending.rank]) + _attempt(ending, last),
+        str(ending.rank) + _attempt(ending, last),
         *_when(ending),
         ending.how(),
         ", ".join(said),
@@ -132,7 +134,7 @@ def _groups(endings: Sequence[Ending], last: int) -> list[tuple[str, ...]]:
     for key in sorted(alike, key=lambda key: (key[0], key[1], alike[key][0].rank)):
         members = alike[key]
         longest = max(members, key=lambda ending: ending.ended - ending.started)
-        name = name_ranks([ending.rank for ending in members]) + _attempt(longest, last)
+        name = list_ranks([ending.rank for ending in members]) + _attempt(longest, last)
         rows.append((name, *_when(longest), longest.how(), ""))
     return rows
 
@@ -144,17 +146,6 @@ def _when(ending: Ending) -> tuple[str, str, str]:
 
 def _attempt(ending: Ending, last: int) -> str:
     return f" (attempt {ending.attempt + 1})" if last else ""
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks 0, 1, 2, 5 become "0-2, 5"."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in parts)
 
 
 def _signal_name(number: int) -> str:

@@ -1,9 +1,9 @@
 """The launchers of a job's nodes: they tell each other how their ranks ended, and leave together.
 
 Each launcher keeps a line in the job's store and rewrites it regularly. A launcher whose line does
-not change any more has gone. A launcher whose ranks have all ended waits for the others, because
-its process may hold the store that their ranks use. It does not wait for a launcher that has gone,
-nor if the store has gone.
+not change any more has gone. A launcher whose ranks have all ended waits for the other launchers,
+because its process may hold the store that their ranks use. It does not wait for a launcher that
+has gone, nor if the store has gone.
 
 A separate thread talks to the store: a call may last until the store's timeout, and the agent must
 see signals and the ends of its ranks meanwhile.
@@ -21,7 +21,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from mooncake_backend.launcher.endings import Ending, name_ranks
+from mooncake_backend.launcher.endings import Ending
+from mooncake_backend.ranks import name_ranks
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Nodes:
 
     def unknown(self) -> list[str]:
         return [
-            f"ranks {name_ranks(line.ranks)} on {line.host}: not known, their launcher is gone"
+            f"{name_ranks(line.ranks)} on {line.host}: not known, their launcher is gone"
             if line.ranks
             else f"ranks of node {node}: not known, their launcher cannot be asked"
             for node, line in self.lines.items()
@@ -136,7 +137,8 @@ class Nodes:
             if self._closed.wait(POLL):
                 return
         self._read()
-        # The launcher that holds the store leaves only when the others do not need it any more.
+        # The launcher that holds the store leaves only when the other launchers do not need it any
+        # more.
         self._count("left", 1)
         end = time.monotonic() + self.patience
         while self._count("left") < self.size - len(self._gone()) and time.monotonic() < end:

@@ -58,7 +58,7 @@ class Notices:
     store: the launchers' own, in which nothing is left of an earlier start
     node, size: number of this launcher, and of all of them
     host, port: where the ranks' store is
-    error_files: those of this launcher's ranks
+    error_files: of this launcher's ranks
     """
 
     def __init__(

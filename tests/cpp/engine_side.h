@@ -13,7 +13,7 @@
 #include "engine/contract/transport.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
-#include "engine/stream/handshake.h"
+#include "wires/stream/handshake.h"
 
 namespace mooncake::testing {
 

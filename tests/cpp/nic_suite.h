@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine/nic/nic.h"
+#include "wires/nic/nic.h"
 
 // Tests that every network card must pass. A card's test file says
 //

@@ -27,6 +27,12 @@ class MemoryStore : public Store {
     changed_.notify_all();
     return {};
   }
+  Status append(const std::string& key, ByteView value) override {
+    std::lock_guard lock(mutex_);
+    values_[key].insert(values_[key].end(), value.begin(), value.end());
+    changed_.notify_all();
+    return {};
+  }
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override {
     std::unique_lock lock(mutex_);
     std::vector<Bytes> found;

@@ -54,8 +54,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     check(devices().enterUnsafe("synchronizeDevice"));
-    for (const mooncake::DeviceStream stream : devices().streams(device))
-      check(devices().synchronize(stream));
+    check(devices().synchronizeDevice(device));
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     allocator().recordUse(memory, stream);

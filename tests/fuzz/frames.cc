@@ -5,8 +5,8 @@
 #include <sys/socket.h>
 
 #include "base/fd.h"
-#include "engine/stream/frame_receiver.h"
 #include "fuzz.h"
+#include "wires/stream/frame_receiver.h"
 
 using mooncake::ByteView;
 using mooncake::Fd;

@@ -1,8 +1,8 @@
 // What a metadata server may hold, names of engines, and a topology that somebody wrote.
-#include "engine/nic/topology_json.h"
 #include "fuzz.h"
 #include "transfer/http_metadata.h"
 #include "transfer/session_id.h"
+#include "wires/nic/topology_json.h"
 
 using mooncake::transfer::fieldOf;
 using mooncake::transfer::SessionId;

@@ -1,15 +1,21 @@
-"""Plants a defect in a copy of the kernels, one at a time, and runs their suites. Each must fail.
+"""Plants defects in a copy of the kernels and of their host's side, and runs the suite of each
+defect. It must fail. One program for each sanitizer has all defects, and the environment variable
+MOONCAKE_SIMT_MUTANT chooses one.
 
 tests/simt/run.sh mutants
-With --texts, only checks that each defect has its place in the kernels.
+With --texts, only checks that each defect has its place.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
-import shutil
+import re
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +24,27 @@ import mutants_ep
 import mutants_proxy
 import mutants_remote
 import mutants_tokens
+import mutants_verdict
+from mutants_sources import Change, change_of, with_all
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build"
-COMPILER = os.environ.get("CXX", "clang++")
-FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-w"]
-BY_FLAVOUR = {
-    "plain": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-fsanitize=thread"],
-}
+SOURCES = BUILD / "simt-mutants"
+# The compiler's sanitizers, in the order in which they find most mutants soon.
+FLAVOURS = {"plain": "none", "thread": "thread", "address": "address,undefined"}
+BUILDING = threading.Lock()
 
 
 @dataclass
 class Mutant:
     name: str
-    file: str
+    file: str  # in kernels/, or csrc/...
     old: str
     new: str
     suite: str = "collectives"
+
+    def path(self) -> str:
+        return self.file if self.file.startswith("csrc/") else f"kernels/{self.file}"
 
 
 ARRIVAL, EXCHANGE, PUBLISH = "arrival.cuh", "exchange.cuh", "publish.cuh"
@@ -45,8 +53,9 @@ COPY, PIECES, SIGNALS = "copy.cuh", "pieces.cuh", "signals.cuh"
 COPY_ROWS = "copy_rows.cuh"
 SPLITS = "all_to_all.cuh"
 STATE = "group_state.h"
+WORDS = "csrc/peers/decision_words.h"
 NEXT = """    const Turn next = hasData ? after(turn) : turn;
-    if (takesPart && published <= next.number && (!hasData || isAhead(exchange, next))) {"""
+    if (takesPart && announced <= next.number && (!hasData || isAhead(exchange, next))) {"""
 SIGNAL = """      storeReleaseSystem(&state.signals[peer]->words[block][state.rank],"""
 OUT = "if (has(out, rank)) storeReleaseSystem(&state.signals[rank]->isOut, 1);"
 MUTANTS = [
@@ -99,7 +108,7 @@ MUTANTS = [
         "a piece is published ahead of the data of the one before",
         EXCHANGE,
         NEXT,
-        NEXT.replace("hasData ?", "published > turn.number ?").replace(
+        NEXT.replace("hasData ?", "announced > turn.number ?").replace(
             "!hasData ||", "next.number == turn.number ||"
         ),
     ),
@@ -172,7 +181,7 @@ MUTANTS = [
     ),
     *(
         Mutant("ranks that are out are never told", GROUP, OUT, ";", suite=suite)
-        for suite in ("collectives", "ep", "tokens")
+        for suite in ("collectives", "ep", "token")
     ),
     Mutant("the decision changes no ranks", GROUP, "  state.active = active;\n", ""),
     Mutant(
@@ -209,7 +218,7 @@ MUTANTS = [
     Mutant(
         "stopped blocks' later parts are not published",
         PUBLISH,
-        "|| state.published[block] <= exchange;",
+        "|| state.publishedExchanges[block] <= exchange;",
         ";",
     ),
     Mutant(
@@ -249,6 +258,65 @@ MUTANTS = [
         "if (loadAcquireDevice(&state.entered) != 0) return false;",
         "return addAcqRelDevice(&state.entered, kHeld) + 1;",
     ),
+    *(
+        Mutant(
+            f"the host learns a wrong call of a change: {calls}",
+            GROUP,
+            "state.calls + (takes && !isOfGraph),",
+            f"{calls},",
+        )
+        for calls in ("state.calls", "state.calls + takes", "state.done + takes")
+    ),
+    Mutant(
+        "a block of a group that has ended stays counted",
+        EXCHANGE,
+        "  if (threadIdx.x == 0) leave(exchange, 1);\n",
+        "",
+        "refusal",
+    ),
+    Mutant(
+        "a held block looks for the group's end before it is held up",
+        EXCHANGE,
+        "  if (exchange.isHeld) enter(*exchange.state);\n  if (!exchange.state->failed) return",
+        "  const bool hasFailed = exchange.state->failed != 0;\n"
+        "  if (exchange.isHeld) enter(*exchange.state);\n  if (!hasFailed) return",
+        "refusal",
+    ),
+    Mutant(
+        "a kernel that is refused stays counted",
+        EXCHANGE,
+        "        if (threadIdx.x == 0) leave(exchange, gridDim.x);\n",
+        "",
+        "refusal",
+    ),
+    Mutant(
+        "a refusal between two operations holds blocks up for good",
+        COLLECTIVES,
+        "now() + state.decisionNs);\n  addAcqRelDevice(&state.entered, kHeld);",
+        "now() + state.decisionNs);\n  if (!state.failed) addAcqRelDevice(&state.entered, kHeld);",
+        "refusal",
+    ),
+    Mutant(
+        "a refusal ends one operation only",
+        GROUP,
+        "if (decision == Decision::kRefuse) failGroup(state, Failure::kRefused, state.rank);",
+        "",
+        "refusal",
+    ),
+    Mutant(
+        "a kernel that stops later misses the refusal",
+        WORDS,
+        "if (decided_ == generation_) ++generation_;",
+        "",
+        "refusal",
+    ),
+    Mutant(
+        "kernels that wait are not told of the refusal",
+        WORDS,
+        "    Access::storeRelease(words_.stop, generation_);\n  }\n\n private",
+        "  }\n\n private",
+        "refusal",
+    ),
     Mutant("a replay is counted as a call", GROUP, "if (!exchange.isOfGraph) store", "store"),
     Mutant(
         "calls are not compared",
@@ -271,8 +339,8 @@ MUTANTS = [
     Mutant(
         "a segment is reduced in the bank of the inputs",
         COLLECTIVES,
-        "published(state, state.rank, turn.serial + 1)",
-        "published(state, state.rank, turn.serial)",
+        "bankAt(state, state.rank, turn.serial + 1)",
+        "bankAt(state, state.rank, turn.serial)",
     ),
     Mutant(
         "an input is published over a segment",
@@ -314,6 +382,16 @@ MUTANTS = [
         "if (!awaitWord(a, theirs, 0, peer)) return;",
         "",
         "signals",
+    ),
+    *(
+        Mutant(
+            f"each lane reads the sizes by itself: {file}",
+            file,
+            f"ofFirstLane(about.tokens), {width} = ofFirstLane(about.topk);",
+            f"about.tokens, {width} = about.topk;",
+            "lanes",
+        )
+        for file, width in (("ep/dispatch.cuh", "topk"), ("ep/dispatch_tokens.cuh", "width"))
     ),
     Mutant(
         "a signal is taken twice",
@@ -382,55 +460,16 @@ MUTANTS += [
     ]
 ]
 MUTANTS += [Mutant(*one, suite="ep") for one in mutants_ep.MUTANTS]
-MUTANTS += [Mutant(*one, suite="tokens") for one in mutants_tokens.MUTANTS]
+MUTANTS += [Mutant(*one, suite="token") for one in mutants_tokens.MUTANTS]
 MUTANTS += [Mutant(*one, suite="proxy") for one in mutants_proxy.MUTANTS]
 MUTANTS += [Mutant(*one, suite=suite) for suite, *one in mutants_remote.MUTANTS]
-
-# Their sources, beside races.cc.
-GROUP_SOURCES = [
-    "virtual_group.cc",
-    "virtual_proxy.cc",
-    "../../../csrc/collectives/peer/peer_verdict.cc",
-    "../../../csrc/proxy/command_ring.cc",
+MUTANTS += [
+    Mutant(name, mutants_verdict.FILE, old, new, suite)
+    for suite, mutants in mutants_verdict.BY_SUITE.items()
+    for name, old, new in mutants
 ]
-SUITES = {
-    "collectives": ["collectives_test.cc", "collective_program.cc", *GROUP_SOURCES],
-    "ep": ["ep_test.cc", "ep_program.cc", "ep_plan.cc", "ep_reference.cc", *GROUP_SOURCES],
-    "hosts": ["hosts_test.cc", "collective_program.cc", *GROUP_SOURCES],
-    "proxy": ["proxy_test.cc", "../../../csrc/proxy/command_ring.cc"],
-    "signals": ["signals_test.cc"],
-    "copy_rows": ["copy_rows_test.cc"],
-    "tokens": [
-        "token_test.cc",
-        "token_program.cc",
-        "token_plan.cc",
-        "token_reference.cc",
-        "ep_reference.cc",
-        *GROUP_SOURCES,
-    ],
-    "splits": ["splits_test.cc", "splits_program.cc", *GROUP_SOURCES],
-}
 
-
-def run(flavour: str, folder: Path, suite: str) -> bool:
-    """True if the suite fails."""
-    tests = ROOT / "tests/simt/tests"
-    sources = [tests / name for name in [*SUITES[suite], "races.cc"]]
-    program = folder / flavour
-    command = [
-        COMPILER,
-        *FLAGS,
-        *BY_FLAVOUR[flavour],
-        *(f"-I{include}" for include in (folder, ROOT, ROOT / "csrc", tests)),
-        *map(str, sources),
-        str(BUILD / "simt-plain/libsimt.a"),  # the same for all flavours
-        *("-lgtest", "-lgtest_main", "-lpthread"),
-        *("-o", str(program)),
-    ]
-    subprocess.run(command, check=True)
-    env = {**os.environ, "TSAN_OPTIONS": f"log_path={folder}/races"}
-    done = subprocess.run([str(program), "--gtest_fail_fast"], env=env, capture_output=True)
-    return done.returncode != 0
+COPIED = ["kernels", "csrc/peers", "csrc/proxy"]
 
 
 def unplaced() -> list[str]:
@@ -438,31 +477,121 @@ def unplaced() -> list[str]:
     return [
         f"{one.name}: its text is not in {one.file} once"
         for one in MUTANTS
-        if (ROOT / "kernels" / one.file).read_text().count(one.old) != 1
+        if (ROOT / one.path()).read_text().count(one.old) != 1
     ]
 
 
-def survives(numbered: tuple[int, Mutant]) -> str | None:
+def with_mutants(numbers: Sequence[int]) -> dict[str, str]:
+    """The text of each file in which MOONCAKE_SIMT_MUTANT can choose one of these mutants."""
+    changes: dict[str, list[Change]] = {}
+    texts = {one.path(): (ROOT / one.path()).read_text() for one in MUTANTS}
+    for number in numbers:
+        one = MUTANTS[number - 1]
+        change = change_of(number, texts[one.path()], one.old, one.new)
+        changes.setdefault(one.path(), []).append(change)
+    return {name: with_all(name, texts[name], of) for name, of in changes.items()}
+
+
+def write_sources(numbers: Sequence[int]) -> None:
+    texts = {
+        str(file.relative_to(ROOT)): file.read_text()
+        for folder in COPIED
+        for file in (ROOT / folder).rglob("*.*")
+    }
+    texts |= with_mutants(numbers)
+    for file in SOURCES.rglob("*.*"):
+        if str(file.relative_to(SOURCES)) not in texts:
+            file.unlink()
+    for name, text in texts.items():
+        file = SOURCES / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists() or file.read_text() != text:  # what is built of others stays
+            file.write_text(text)
+
+
+def tests_of(suite: str) -> str:
+    """A filter of the suite's tests."""
+    folders = ("tests/simt/tests", "tests/cpp/peers")
+    files = (ROOT / folder / f"{suite}_test.cc" for folder in folders)
+    text = next(file for file in files if file.exists()).read_text()
+    return ":".join(f"{name}.*" for name in sorted(set(re.findall(r"^TEST\((\w+),", text, re.M))))
+
+
+def runner(flavour: str) -> list[str]:
+    """What comes in front of the tests, as in run.sh."""
+    can = flavour == "thread" and subprocess.run(["setarch", "-R", "true"], capture_output=True)
+    return ["setarch", "-R"] if can and can.returncode == 0 else []
+
+
+def fails(flavour: str, suite: str, number: int) -> bool:
+    """Whether the suite fails with this mutant, or without any if it is 0."""
+    folder = BUILD / f"simt-mutants-{flavour}"
+    env = {
+        **os.environ,
+        "MOONCAKE_SIMT_MUTANT": str(number),
+        "TSAN_OPTIONS": f"log_path={folder}/races",
+    }
+    tests = [str(folder / "simt_tests"), "--gtest_fail_fast", f"--gtest_filter={tests_of(suite)}"]
+    done = subprocess.run([*runner(flavour), *tests], env=env, capture_output=True)
+    return done.returncode != 0
+
+
+@functools.cache
+def build(flavour: str) -> None:
+    folder = BUILD / f"simt-mutants-{flavour}"
+    configure = [
+        *("-S", ROOT / "tests/simt", "-B", folder, "-G", "Ninja"),
+        f"-DMOONCAKE_SANITIZE={FLAVOURS[flavour]}",
+        f"-DMOONCAKE_SOURCES={SOURCES}",
+        "-DMOONCAKE_OPTIONS=-w;-g0",
+    ]
+    for arguments in (configure, ["--build", folder]):
+        done = subprocess.run(["cmake", *arguments], capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(done.stdout + done.stderr)
+    # They must fail because of their defects.
+    if fails(flavour, "signals", 0):
+        sys.exit(f"a suite fails without a defect: {flavour}")
+
+
+def finds(flavour: str, suite: str, number: int) -> bool:
+    with BUILDING:
+        build(flavour)
+    return fails(flavour, suite, number)
+
+
+def flavours(mutant: Mutant) -> list[str]:
+    """The one that finds the mutant soon comes first."""
+    has_no_barrier = "__sync" in mutant.old and "__sync" not in mutant.new
+    is_order = has_no_barrier or "elaxed" in mutant.new
+    return sorted(FLAVOURS, key="thread".__ne__) if is_order else list(FLAVOURS)
+
+
+def survives(number: int) -> str | None:
     """The mutant's name, if no suite finds it."""
-    number, mutant = numbered
-    folder = BUILD / f"mutants/{number}"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "kernels", folder / "kernels")
-    file = folder / "kernels" / mutant.file
-    text = file.read_text()
-    file.write_text(text.replace(mutant.old, mutant.new))
-    finder = next((flavour for flavour in BY_FLAVOUR if run(flavour, folder, mutant.suite)), None)
-    print(f"{mutant.name}: {'found by ' + finder if finder else 'NOT FOUND'}", flush=True)
+    mutant = MUTANTS[number - 1]
+    finder = next((one for one in flavours(mutant) if finds(one, mutant.suite, number)), None)
+    found = f"found by {finder}" if finder else "NOT FOUND"
+    print(f"{number} {mutant.name}: {found}", flush=True)
     return None if finder else mutant.name
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--texts", action="store_true")
+    parser.add_argument("--turn", metavar="N/M", default="0/1", help="each M-th, counted from N")
+    parser.add_argument("numbers", type=int, nargs="*")
+    options = parser.parse_args()
     if lost := unplaced():
         print("\n".join(lost))
         return 1
-    if sys.argv[1:] == ["--texts"]:
+    turn, turns = map(int, options.turn.split("/"))
+    chosen = options.numbers or range(1 + turn, len(MUTANTS) + 1, turns)
+    if options.texts:
+        with_mutants(chosen)
         return 0
-    chosen = [one for one in enumerate(MUTANTS) if not sys.argv[1:] or str(one[0]) in sys.argv[1:]]
+    write_sources(chosen)
+    build("plain")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         left = [name for name in pool.map(survives, chosen) if name]
     print(f"{len(chosen) - len(left)} of {len(chosen)} mutants found")

@@ -9,8 +9,8 @@ MUTANTS = [
     (
         "the first kernel writes into the wrong bank",
         TWO_KERNELS,
-        "write(published(state, state.rank, turn.serial), blockIdx.x);",
-        "write(published(state, state.rank, turn.serial + 1), blockIdx.x);",
+        "write(bankAt(state, state.rank, turn.serial), blockIdx.x);",
+        "write(bankAt(state, state.rank, turn.serial + 1), blockIdx.x);",
     ),
     (
         "a redone operation is not signalled",
@@ -163,7 +163,7 @@ MUTANTS = [
     (
         "a warp takes the turn of others",
         COMBINE,
-        "(warpOf(block) + all - before % all) % all",
+        "firstItem(block, before)",
         "(warpOf(block) + before) % all + 1",
     ),
 ]

@@ -142,7 +142,7 @@ MUTANTS = [
         "hosts",
         "pieces are not published ahead of what the blocks have ended",
         PUBLISH,
-        "state.published[block] <= exchange;",
+        "state.publishedExchanges[block] <= exchange;",
         "state.progress[block] < exchange;",
     ),
     (
@@ -225,7 +225,7 @@ MUTANTS = [
         "ep",
         "remote ranks get no facts of a combine",
         COMBINE,
-        "lane() == 0 && block == gridDim.x - 1 ? sizeof(Published) : 0",
+        "lane() == 0 && block == gridDim.x - 1 ? sizeof(RowsHeader) : 0",
         "0",
     ),
     (

@@ -105,7 +105,7 @@ MUTANTS = [
     (
         "a warp takes the turn of others",
         DISPATCH,
-        "(warpOf(block) + step - before % step) % step",
+        "firstItem(block, before)",
         "(warpOf(block) + before) % step + 1",
     ),
     # Combine

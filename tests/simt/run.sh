@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds and tests the kernels on the CPU.
-# Usage: tests/simt/run.sh [plain|address|thread|mutants ...]   default: the first three
+# Usage: tests/simt/run.sh [plain|address|thread|mutants|mutants-N/M ...]   default: the first three
+# mutants-N/M: each M-th mutant, counted from N.
 # MOONCAKE_SIMT_SEEDS=100 tries so many times as many schedules.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -43,9 +44,10 @@ for flavour in "${flavours[@]}"; do
       build thread thread
       # Its shadow memory has no place under the address randomization of newer kernels.
       if setarch -R true 2>/dev/null; then run thread setarch -R; else run thread; fi ;;
-    mutants)
-      build plain none
-      python3 tests/simt/mutants.py ;;
-    *) sed -n '2,4s/^# //p' "$0"; exit 2 ;;
+    mutants | mutants-*)
+      turn=0/1
+      [ "$flavour" = mutants ] || turn=${flavour#mutants-}
+      python3 tests/simt/mutants.py --turn "$turn" ;;
+    *) sed -n '2,5s/^# //p' "$0"; exit 2 ;;
   esac
 done

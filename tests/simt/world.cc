@@ -28,6 +28,7 @@ class World::Impl {
 
   void add(Launch launch);
   void fault(int rank, uint64_t afterAtomics, uint64_t forNs);
+  void mayStop(int rank) { faults_[rank]; }
   Report run();
 
   // For the running thread.
@@ -141,7 +142,7 @@ void World::Impl::add(Launch launch) {
 }
 
 void World::Impl::fault(int rank, uint64_t afterAtomics, uint64_t forNs) {
-  faults_[rank].push_back({afterAtomics, forNs});
+  faults_[rank].push_back({atomics_[rank] + afterAtomics, forNs});
 }
 
 Report World::Impl::run() {
@@ -550,6 +551,7 @@ void World::stop(int rank, uint64_t afterAtomics, uint64_t forNs) {
   impl_->fault(rank, afterAtomics, forNs);
 }
 
+void World::mayStop(int rank) { impl_->mayStop(rank); }
 bool World::isKilled(int rank) const {
   const sanitizers::Ignored ignored;
   if (!impl_->isKilled(rank)) return false;

@@ -51,10 +51,12 @@ class World {
   void host(int rank, const std::string& name, std::function<void()> body) {
     launch(rank, kHostStream, name, {}, {}, 0, std::move(body));
   }
-  // After so many atomic accesses of its kernels, the rank stops: for good, as if it were killed,
-  // or for so long in virtual time. Its host's threads stop, too.
+  // After so many atomic accesses of its kernels from now on, the rank stops: for good, as if it
+  // were killed, or for so long in virtual time. Its host's threads stop, too. Within a run only for
+  // ranks that were told to mayStop() before.
   void kill(int rank, uint64_t afterAtomics);
   void stop(int rank, uint64_t afterAtomics, uint64_t forNs);
+  void mayStop(int rank);
   // Whether the rank has been killed by now. If so, its work comes before the caller's, as when a
   // process has ended.
   bool isKilled(int rank) const;

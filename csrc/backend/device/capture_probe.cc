@@ -3,10 +3,9 @@
 #include <map>
 #include <utility>
 
-#include <c10/core/Event.h>
-
 #include "backend/arguments.h"
 #include "backend/device/device_scope.h"
+#include "backend/device/stream_mark.h"
 
 namespace mooncake {
 
@@ -28,14 +27,10 @@ bool CaptureProbe::isCapturing(const c10::Stream& stream) {
   const DeviceScope on(stream.device());
   std::lock_guard lock(mutex_);
   const OwnStream& ours = freeStream(stream.device());
-  c10::Event reached(stream.device_type());
-  reached.record(stream);
-  reached.block(ours.stream());
+  placeBehind(ours.stream(), stream);
   if (!ours.isCapturing()) return false;
   // A capture cannot end before the streams that have joined it come back.
-  c10::Event back(stream.device_type());
-  back.record(ours.stream());
-  back.block(stream);
+  placeBehind(stream, ours.stream());
   return true;
 }
 

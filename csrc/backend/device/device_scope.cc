@@ -5,7 +5,7 @@
 namespace mooncake {
 namespace {
 
-Accelerator* driverOf(const c10::Device& device) {
+Accelerator* knownDriver(const c10::Device& device) {
   const auto accelerator = acceleratorOf(device.type());
   return accelerator.ok() ? *accelerator : nullptr;
 }
@@ -14,7 +14,7 @@ Accelerator* driverOf(const c10::Device& device) {
 
 DeviceScope::DeviceScope(const c10::Device& device)
     : device_(device),
-      accelerator_(driverOf(device)),
+      accelerator_(knownDriver(device)),
       before_(accelerator_ ? accelerator_->exchangeCaptureMode(CaptureMode::kRelaxed)
                            : CaptureMode::kGlobal) {}
 

@@ -8,15 +8,11 @@
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
 #include "backend/device/device_scope.h"
+#include "backend/device/rescues.h"
+#include "backend/device/stream_mark.h"
 #include "base/log.h"
 
 namespace mooncake {
-namespace {
-
-// The copies' stream moves when they are enqueued, but another stream may hold it up then.
-constexpr auto kForCopies = std::chrono::seconds(10);
-
-}  // namespace
 
 at::Tensor GraphStaging::emptyOnHost(const at::Tensor& tensor) {
   const auto memory = orThrow(calls_.memory().take(tensor.nbytes(), taken_));
@@ -27,23 +23,15 @@ at::Tensor GraphStaging::emptyOnHost(const at::Tensor& tensor) {
 void GraphStaging::mark() {
   const DeviceScope on(stream().device());
   const bool isNewGraph = !OwnStream::isCapturing(stream());
-  c10::Event reached(stream().device_type());
-  reached.record(callersStream());
-  reached.block(stream());
+  placeBehind(stream(), callersStream());
   try {
     place_ = calls_.begin(isNewGraph);
     record();
   } catch (...) {
-    join();  // else the capture cannot end
+    placeBehind(callersStream(), stream());  // else the capture cannot end
     throw;
   }
   forgetOwners();
-}
-
-void GraphStaging::join() const {
-  c10::Event last(stream().device_type());
-  last.record(stream());
-  last.block(callersStream());
 }
 
 void GraphStaging::record() {
@@ -98,7 +86,8 @@ void GraphStaging::restoreOutputs() const {
     const DeviceScope on(stream().device());
     if (calls_.areCopied()) {  // else late copies may come on these
       enqueueCopies([&](const c10::Stream& copies) { keepOutputs(copies); });
-      const Deadline deadline = Deadline::after(kForCopies);
+      // Their stream moves when they are enqueued, but another stream may hold it up then.
+      const Deadline deadline = Deadline::after(Rescues::kForCopies);
       while (!calls_.areCopied() && !deadline.passed())
         std::this_thread::sleep_for(std::chrono::microseconds(50));
       if (!calls_.hasLateCopies()) return;

@@ -49,7 +49,6 @@ class GraphStaging final : public Staging {
 
  private:
   void record();
-  void join() const;
   template <typename Enqueue>
   void enqueueCopies(const Enqueue& enqueue) const;
   DeviceStream recorded() const { return OwnStream::nativeOf(stream()); }

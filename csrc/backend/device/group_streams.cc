@@ -97,12 +97,6 @@ GroupStreams::~GroupStreams() {
     if (waits.isOwner) collectives_.queues()->release(waits.stream);
 }
 
-const c10::Stream& GroupStreams::recordings() {
-  std::lock_guard lock(mutex_);
-  if (!recordings_) recordings_.emplace(collectives().device(), StreamRole::kRecords);
-  return recordings_->stream();
-}
-
 c10::Stream GroupStreams::prompt() const {
   return OwnStream::named(collectives().device(), collectives_.queues()->prompt());
 }

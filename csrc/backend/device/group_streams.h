@@ -3,14 +3,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 
 #include <c10/core/Device.h>
 
 #include "backend/device/own_stream.h"
-#include "backend/device/stream_settings.h"
 #include "backend/device/stream_words.h"
 #include "backend/device/wait_words.h"
+#include "backend/stream_settings.h"
 #include "device/pinned_pool.h"
 
 namespace mooncake {
@@ -27,8 +26,6 @@ class GroupStreams {
   const c10::Stream& collectives() const { return collectives_.stream(); }
   // Null: torch alone drives the device.
   Accelerator* accelerator() const { return collectives_.accelerator(); }
-  // For collectives that are recorded into a graph of the program. It joins one capture at a time.
-  const c10::Stream& recordings();
   // Returns a stream for copies that are enqueued when they can run at once. For devices with words.
   c10::Stream prompt() const;
   // Null: the host waits for collectives.
@@ -64,7 +61,6 @@ class GroupStreams {
   const std::unique_ptr<WaitWords> waitWords_;
   PinnedPool* const pinned_;
   std::mutex mutex_;                                   // guards the fields below
-  std::optional<OwnStream> recordings_;                // none: nothing has been recorded
   std::map<c10::StreamId, Waits> mayWait_;             // by the caller's stream
   std::map<c10::StreamId, const OwnStream> messages_;  // by the caller's stream
 };

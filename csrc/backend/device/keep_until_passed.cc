@@ -9,4 +9,8 @@ void keepUntilPassed(const at::Tensor& tensor, const c10::Stream& stream) {
       .recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
+void keepUntilPassed(const std::vector<at::Tensor>& tensors, const c10::Stream& stream) {
+  for (const at::Tensor& tensor : tensors) keepUntilPassed(tensor, stream);
+}
+
 }  // namespace mooncake

@@ -5,20 +5,12 @@
 #include <thread>
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "backend/device/device_scope.h"
 #include "backend/errors.h"
 #include "backend/signals.h"
 
 namespace mooncake {
-namespace {
-
-constexpr std::chrono::microseconds kPause(50);  // between two looks
-
-}  // namespace
 
 KernelWork::KernelWork(int rank, c10d::OpType type, int capacity,
                        std::shared_ptr<PeerCollectives> peers, Operation operation,
@@ -28,32 +20,16 @@ KernelWork::KernelWork(int rank, c10d::OpType type, int capacity,
       peers_(std::move(peers)),
       operation_(std::move(operation)),
       streams_(std::move(streams)),
-      outputs_(std::move(outputs)) {
-  const c10::Stream& stream = streams_->collectives();
-  done_.emplace(stream.device_type());
-  done_->record(stream);
-}
+      outputs_(std::move(outputs)),
+      end_(peers_->guard(), operation_.number, streams_->collectives()) {}
 
 KernelWork::~KernelWork() {
-  c10::OptionalDeviceGuard on;
-  try {
-    on.reset_device(streams_->collectives().device());
-  } catch (const std::exception&) {
-    // The context is lost, so that no other one is made either.
-  }
-  done_.reset();
   if (operation_.hasSplits) peers_->misfits().forget(operation_.number);
 }
 
-bool KernelWork::isCompleted() {
-  const DeviceScope on(streams_->collectives().device());
-  return !peers_->guard().usable().ok() || done_->query();
-}
+bool KernelWork::isCompleted() { return end_.isOver(); }
 
-bool KernelWork::isSuccess() const {
-  const DeviceScope on(streams_->collectives().device());
-  return peers_->guard().hasEnded(operation_.number) && done_->query() && !ownError();
-}
+bool KernelWork::isSuccess() const { return end_.isDone() && !ownError(); }
 
 bool KernelWork::isRootLost() const {
   return operation_.root >= 0 &&
@@ -72,9 +48,8 @@ std::exception_ptr KernelWork::exception() const {
     *isRaised_ = true;
     return error;
   }
-  const Status usable = peers_->guard().usable();
-  if (usable.ok() || peers_->guard().hasEnded(operation_.number)) return nullptr;
-  return toException(usable.error());
+  const Status status = KernelEnd::statusOf(peers_->guard(), operation_.number);
+  return status.ok() ? nullptr : toException(status.error());
 }
 
 std::exception_ptr KernelWork::takeEarlier() const {
@@ -83,12 +58,12 @@ std::exception_ptr KernelWork::takeEarlier() const {
 }
 
 bool KernelWork::wait(std::chrono::milliseconds timeout) {
-  block();
+  end_.block();
   // The error of this operation, if there is one, stays for the next call.
   if (const auto error = takeEarlier()) std::rethrow_exception(error);
   if (const auto error = exception()) std::rethrow_exception(error);
   if (!operation_.blocksHost) return true;
-  awaitOnHost(Deadline::after(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout));
+  end_.await(Deadline::after(timeout == kNoTimeout ? std::chrono::milliseconds::max() : timeout));
   if (const auto error = exception()) std::rethrow_exception(error);
   return true;
 }
@@ -98,7 +73,7 @@ bool KernelWork::awaitKernel() const {
   const WaitInterrupt interrupt;
   while (!peers_->guard().hasEnded(operation_.number)) {
     if (!peers_->guard().usable().ok()) return peers_->guard().hasEnded(operation_.number);
-    std::this_thread::sleep_for(kPause);
+    std::this_thread::sleep_for(KernelEnd::kPause);
     Interruptible::look();
     interrupt.rethrow();
   }
@@ -120,28 +95,6 @@ KernelWork::Verdict KernelWork::verdict() const {
   return verdict;
 }
 
-void KernelWork::awaitOnHost(Deadline deadline) const {
-  const WaitInterrupt interrupt;
-  const DeviceScope on(streams_->collectives().device());
-  for (;;) {
-    const bool hasEnded = peers_->guard().hasEnded(operation_.number);
-    if (hasEnded && done_->query()) return;
-    if (!hasEnded) throwIfError(peers_->guard().usable());
-    if (deadline.passed()) {
-      throwError({ErrorCode::kTimeout,
-                  "an operation has not ended on the device in the timeout of wait()"});
-    }
-    std::this_thread::sleep_for(kPause);
-    Interruptible::look();
-    interrupt.rethrow();
-  }
-}
-
-void KernelWork::block() const {
-  const c10::Device device = streams_->collectives().device();
-  done_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-}
-
 c10::intrusive_ptr<c10::ivalue::Future> KernelWork::getFuture() {
   const auto type = c10::ListType::create(c10::TensorType::get());
   auto future = c10::make_intrusive<c10::ivalue::Future>(
@@ -154,7 +107,7 @@ c10::intrusive_ptr<c10::ivalue::Future> KernelWork::getFuture() {
   }
   // The future records the position of the current stream.
   const c10::StreamGuard on(streams_->callbacks());
-  block();
+  end_.block();
   future->markCompleted(c10::IValue(outputs_));
   return future;
 }

@@ -7,13 +7,13 @@
 #include <optional>
 #include <vector>
 
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "backend/device/group_streams.h"
+#include "backend/device/kernel_end.h"
 #include "backend/device/unseen_errors.h"
 #include "base/deadline.h"
-#include "collectives/peer/peer_collectives.h"
+#include "peers/peer_collectives.h"
 
 namespace mooncake {
 
@@ -24,12 +24,12 @@ class KernelWork final : public c10d::Work {
   struct Operation {
     uint64_t number;
     int root;                      // without this rank the operation fails; -1: any may be lost
-    bool hasSplits;                // it fails if they do not fit those of other ranks
+    bool hasSplits;                // it fails if they do not fit other ranks' splits
     bool blocksHost;               // wait() waits on the host
     UnseenErrors::Unseen earlier;  // of another operation; wait() raises it if nobody has
   };
   // The kernel is the last work on the stream of `streams` for collectives.
-  // `capacity`: see MooncakeBackend.
+  // `capacity`: see BackendOptions.
   KernelWork(int rank, c10d::OpType type, int capacity, std::shared_ptr<PeerCollectives> peers,
              Operation operation, std::shared_ptr<GroupStreams> streams,
              std::vector<at::Tensor> outputs);
@@ -67,8 +67,6 @@ class KernelWork final : public c10d::Work {
   bool isRootLost() const;
   bool awaitKernel() const;
   std::exception_ptr takeEarlier() const;
-  void block() const;
-  void awaitOnHost(Deadline deadline) const;
 
   const int capacity_;
   const std::shared_ptr<PeerCollectives> peers_;
@@ -76,7 +74,7 @@ class KernelWork final : public c10d::Work {
   const std::shared_ptr<GroupStreams> streams_;
   const std::vector<at::Tensor> outputs_;
   const UnseenErrors::Flag isRaised_ = std::make_shared<std::atomic<bool>>(false);
-  std::optional<c10::Event> done_;
+  const KernelEnd end_;
 };
 
 }  // namespace mooncake

@@ -10,7 +10,7 @@
 #include "backend/device/peer_messages.h"
 #include "backend/device/staging.h"
 #include "backend/device/wait_words.h"
-#include "backend/message_work.h"
+#include "backend/message_copies.h"
 
 namespace mooncake {
 
@@ -21,7 +21,7 @@ namespace mooncake {
 //
 // The copy may be in memory of the device (PeerMessages), in place of the host's: the streams do not
 // care. It is not the tensor itself, because that keeps its contents if the message fails.
-class MessageStaging final : public Staging {
+class MessageStaging final : public Staging, public MessageCopies {
  public:
   MessageStaging(std::shared_ptr<GroupStreams> streams, const c10::Stream& callers,
                  std::chrono::milliseconds limit);
@@ -31,13 +31,9 @@ class MessageStaging final : public Staging {
   // set before the copies are made.
   using Find = std::function<std::optional<PeerMessages::Place>(const at::Tensor& tensor)>;
   void preferDevice(Find find) { find_ = std::move(find); }
-  // The device that has the copy, if one has.
-  const MessageDevice& device() const { return device_; }
-
-  // The message has been posted.
-  void watch(c10::intrusive_ptr<MessageWork> work);
-  // Whether the data of a send is in host memory. Never waits.
-  Result<bool> hasData() const;
+  const MessageDevice& device() const override { return device_; }
+  void watch(c10::intrusive_ptr<MessageWork> work) override;
+  Result<bool> hasData() const override;
 
   // Enqueues the copy of a send.
   void mark() override;
@@ -47,8 +43,7 @@ class MessageStaging final : public Staging {
   // If the caller's stream waits already, the tensor keeps its contents by a rescue: see Rescues.
   void abandon() override;
   void settle() override;
-  // The copy to the device cannot be had: lets the caller's stream go on.
-  void release();
+  void release() override;
   bool isOver() const override;
   bool canBlockEarly() const override { return hasOutputs() ? mayWait_ : hasWords_; }
   void block() override;

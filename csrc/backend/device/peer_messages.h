@@ -15,7 +15,7 @@
 
 namespace mooncake {
 
-// Chooses the messages of a group whose copies are in memory of the device: those to and from ranks
+// Chooses the messages of a group whose copies are in memory of the device: messages to and from ranks
 // of this host that map it. Such a message crosses no host memory, if both ends choose so; each end
 // copes with the other choice. Thread-safe.
 class PeerMessages {

@@ -6,9 +6,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
@@ -16,7 +14,6 @@
 #include "backend/device/kernel_work.h"
 #include "backend/device/recorded_work.h"
 #include "backend/errors.h"
-#include "base/log.h"
 
 namespace mooncake {
 namespace {
@@ -46,89 +43,69 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-bool PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline) {
-  if (isDecided_) return peers_ != nullptr;
-  const c10::Stream& stream = streams->collectives();
-  auto feed = std::make_shared<ViewFeed>();
-  auto control = makeGroup_([feed](const GroupView& view) { feed->show(view); });
-  isDecided_ = true;
-  device_ = stream.device();
-  Result<Accelerator*> accelerator = acceleratorOf(stream.device_type());
-  // Without words, a staged call's copies may have to wait on the stream for the host's turn, behind
-  // a kernel of a later call.
-  if (accelerator.ok() && !streams->words())
-    accelerator = Error{ErrorCode::kUnsupported, "its streams have no words"};
-  const DeviceStream native = accelerator.ok() ? OwnStream::nativeOf(stream) : DeviceStream{};
-  auto peers = PeerCollectives::make(
-      std::move(control), std::move(feed), std::move(accelerator), native,
-      {settings_.bytes, settings_.table, settings_.timeout, settings_.onLoss}, deadline);
-  if (!peers.ok()) {
-    log(LogLevel::kWarning, "group '" + settings_.name + "'",
-        "no kernels, though MOONCAKE_PEER_BYTES asks for them: tensors of devices go through host "
-        "memory: ",
-        peers.error().message);
-    return false;
-  }
-  // The stream is not lent to others before the kernels have ended.
-  peers_ = std::shared_ptr<PeerCollectives>(peers->release(),
-                                            [streams](PeerCollectives* made) { delete made; });
+PeerRoute::PeerRoute(MakeGroup makeGroup, Settings settings)
+    : makeGroup_(std::move(makeGroup)),
+      settings_(std::move(settings)),
+      calls_(std::make_shared<KernelCalls>(KernelCalls::Names{
+          .log = "group '" + settings_.name + "'",
+          .owner = "the group",
+          .variable = "MOONCAKE_PEER_BYTES",
+          .setUp = "Call all_reduce of the group on a tensor of the device before the capture",
+          .oneDevice = "Use one device for each group, or set MOONCAKE_PEER_BYTES=0"})) {}
+
+void PeerRoute::decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline) {
+  KernelControl control = KernelControl::make(makeGroup_);
+  auto [accelerator, stream] = calls_->begin(streams);
+  auto peers = calls_->end(PeerCollectives::make(
+      std::move(control.group), std::move(control.view), std::move(accelerator), stream,
+      {settings_.bytes, settings_.table, settings_.timeout, settings_.onLoss}, deadline));
+  if (!peers) return;
+  // The streams are not lent to other users before the kernels have ended.
+  peers_ = std::shared_ptr<PeerCollectives>(
+      peers.release(), [calls = calls_](PeerCollectives* made) { delete made; });
   started_ = peers_.get();
-  return true;
 }
 
 c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
                                               const std::shared_ptr<GroupStreams>& streams,
-                                              const Call& call, Deadline deadline) {
+                                              const Collective& call, const KernelRun& kernel,
+                                              Deadline deadline) {
   const c10::Device device = streams->collectives().device();
-  const c10::Stream callers = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  const c10::Stream callers = currentOn(device);
   const bool isRecorded = isCapturing(callers);
   const c10::DeviceGuard on(device);
   std::lock_guard lock(mutex_);
-  if (isRecorded && isDecided_ && !peers_) return nullptr;
+  if (!calls_->isDecided()) {
+    if (isRecorded) calls_->refuseUndecided(callers);
+    decide(streams, deadline);
+  }
+  if (!peers_) return nullptr;
   if (isRecorded) {
-    checkRecording(callers, call);
-  } else if (!decide(streams, deadline) || !peers_->takes(size_t(call.parts))) {
+    checkRecording(callers, call, kernel);
+  } else if (!peers_->takes(size_t(kernel.parts))) {
     return nullptr;
   }
-  if (device != *device_) {
-    refuse("the group's kernels use memory of " + device_->str() + ", and the tensor is on " +
-           device.str() + ". Use one device for each group, or set MOONCAKE_PEER_BYTES=0");
+  calls_->checkDevice(device);
+  const uint64_t number = calls_->submit(callers, isRecorded, [&](const c10::Stream& stream) {
+    return enqueue(rank, call, kernel, stream, deadline);
+  });
+  if (isRecorded) {
+    return c10::make_intrusive<RecordedWork>(rank, call.kind->type, calls_->stream(isRecorded),
+                                             call.results());
   }
-  const c10::Stream& stream = isRecorded ? streams->recordings() : streams->collectives();
-  std::optional<PeerQueue::Recording> recording;
-  if (isRecorded)
-    recording.emplace(peers_->queue(), OwnStream::nativeOf(stream),
-                      !OwnStream::isCapturing(stream));
-  c10::Event reached(device.type());
-  reached.record(callers);
-  reached.block(stream);
-  if (!isRecorded) {
-    const uint64_t number = enqueue(rank, call, stream);
-    const auto work = c10::make_intrusive<KernelWork>(
-        rank, call.type, settings_.capacity, peers_,
-        KernelWork::Operation{number, call.root, call.hasSplits, settings_.blocks,
-                              settings_.unseen->first()},
-        streams, call.results);
-    if (call.root >= 0 || call.hasSplits) settings_.unseen->add(work, work->isRaised());
-    return work;
-  }
-  try {
-    (void)enqueue(rank, call, stream);
-  } catch (...) {
-    // The stream has joined the capture, which cannot end without it.
-    RecordedWork(rank, call.type, stream, {}).synchronize();
-    throw;
-  }
-  return c10::make_intrusive<RecordedWork>(rank, call.type, stream, call.results);
+  const auto work = c10::make_intrusive<KernelWork>(
+      rank, call.kind->type, settings_.capacity, peers_,
+      KernelWork::Operation{number, kernel.root, kernel.hasSplits, settings_.blocks,
+                            settings_.unseen->first()},
+      streams, call.results());
+  if (kernel.root >= 0 || kernel.hasSplits) settings_.unseen->add(work, work->isRaised());
+  return work;
 }
 
-void PeerRoute::checkRecording(const c10::Stream& callers, const Call& call) const {
-  if (!isDecided_) {
-    refuseRecording(callers, "the group has not set up its kernels yet",
-                    "Call all_reduce of the group on a tensor of the device before the capture");
-  }
-  if (!peers_->takes(size_t(call.parts)) || hasPieces(call)) {
-    const size_t bytes = size_t(call.count) * size_t(call.parts) * call.first().itemsize();
+void PeerRoute::checkRecording(const c10::Stream& callers, const Collective& call,
+                               const KernelRun& kernel) const {
+  if (!peers_->takes(size_t(kernel.parts)) || hasPieces(call, kernel)) {
+    const size_t bytes = size_t(kernel.count) * size_t(kernel.parts) * call.first().itemsize();
     refuseRecording(callers,
                     "its input of " + std::to_string(bytes) +
                         " bytes is larger than MOONCAKE_PEER_BYTES (" +
@@ -144,29 +121,31 @@ void PeerRoute::checkRecording(const c10::Stream& callers, const Call& call) con
 
 // Enqueues the call's kernel, and copies where the kernel cannot take a tensor as it is. A copy of
 // an output has its contents, which stay if the operation has no result. Returns the call's number.
-uint64_t PeerRoute::enqueue(int rank, const Call& call, const c10::Stream& stream) const {
+uint64_t PeerRoute::enqueue(int rank, const Collective& call, const KernelRun& kernel,
+                            const c10::Stream& stream, Deadline deadline) const {
   const c10::StreamGuard current(stream);
   const at::NoGradGuard withoutGradients;
-  std::vector<at::Tensor> inputs, outputs;
-  PeerCollectives::Tensors tensors{.count = size_t(call.count),
+  const Tensors given = call.read(), targets = call.written();
+  Tensors inputs, outputs;
+  PeerCollectives::Tensors tensors{.count = size_t(kernel.count),
                                    .dtype = typeOf(call.first(), "a call")};
-  for (const at::Tensor& tensor : call.inputs) inputs.push_back(plain(tensor.detach()));
-  for (const at::Tensor& tensor : call.outputs) {
-    const bool isInPlace = call.inputs.size() == 1 && tensor.is_same(call.inputs[0]);
+  for (const at::Tensor& tensor : given) inputs.push_back(plain(tensor.detach()));
+  for (const at::Tensor& tensor : targets) {
+    const bool isInPlace = given.size() == 1 && tensor.is_same(given[0]);
     outputs.push_back(isInPlace ? inputs[0] : plain(tensor.detach()));
   }
   if (call.isPremultiplied()) {
     for (at::Tensor& input : inputs)
-      input = input.clone().mul_(factorOf(input, *call.op, call.name));
+      input = input.clone().mul_(factorOf(input, *call.op, call.kind->name));
   }
   // If ranks are lost, the kernel reads the inputs again when it has written to outputs.
   for (at::Tensor& input : inputs) {
     const auto isShared = [&](const at::Tensor& output) { return overlap(input, output); };
-    if (call.hasSplits && std::ranges::any_of(outputs, isShared)) input = input.clone();
+    if (kernel.hasSplits && std::ranges::any_of(outputs, isShared)) input = input.clone();
   }
   at::Tensor scratch;
-  if (!outputs.empty() && hasPieces(call)) {
-    const bool isGathered = outputs.size() > 1 || outputs[0].numel() != call.count;
+  if (!outputs.empty() && hasPieces(call, kernel)) {
+    const bool isGathered = outputs.size() > 1 || outputs[0].numel() != kernel.count;
     if (!isGathered) {
       scratch = at::empty_like(outputs[0]);
       tensors.scratch = scratch.data_ptr();
@@ -176,13 +155,12 @@ uint64_t PeerRoute::enqueue(int rank, const Call& call, const c10::Stream& strea
   }
   for (const at::Tensor& input : inputs) tensors.inputs.push_back(input.data_ptr());
   for (const at::Tensor& output : outputs) tensors.outputs.push_back(output.data_ptr());
-  for (const auto& list : {call.inputs, call.outputs, inputs, outputs})
-    for (const at::Tensor& tensor : list) keepUntilPassed(tensor, stream);
-  const uint64_t number = orThrow(call.launch(*peers_, tensors));
+  for (const auto& list : {given, targets, inputs, outputs}) keepUntilPassed(list, stream);
+  const uint64_t number = orThrow(kernel.launch(*peers_, tensors, deadline));
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const at::Tensor target = call.outputs[i].detach();
+    const at::Tensor target = targets[i].detach();
     if (outputs[i].data_ptr() == target.data_ptr()) continue;
-    const PlainWrites plainly(call.outputs[i]);
+    const PlainWrites plainly(targets[i]);
     target.copy_(outputs[i]);
   }
   return number;
@@ -199,7 +177,7 @@ void PeerRoute::fail(const Error& why) {
 
 void PeerRoute::drain(Deadline deadline) const {
   std::lock_guard lock(mutex_);
-  if (peers_) peers_->queue().drain(deadline);
+  calls_->drain(deadline);
 }
 
 }  // namespace mooncake

@@ -15,24 +15,25 @@
 
 #include "backend/device/group_streams.h"
 #include "backend/device/own_stream.h"
+#include "backend/replays.h"
 #include "base/deadline.h"
-#include "collectives/peer/replay_order.h"
 #include "device/graph_memory.h"
 #include "device/graph_words.h"
 #include "group/group.h"
+#include "peers/replay_order.h"
 
 namespace mooncake {
 
 class GraphStaging;
 class Staging;
 
-// The staged calls of a group that graphs of one device have, and the one order of these and of all
-// other calls of the group: that in which the program calls and replays, from one thread at a time.
+// The staged calls of a group that graphs of one device have. Their order is that in which the program
+// calls and replays, from one thread at a time.
 //
 // On the device, an event marks the end of the last call or replay, and the next one waits for it. So
 // one operation at a time rings. A thread of the group (`mooncake-graphs`) sees that and makes the
 // call. Every other call of the group takes its place when the event's order has come to it.
-class RecordedCalls {
+class RecordedCalls final : public Replays {
  public:
   // kUnsupported says why calls on these streams cannot be recorded. The group outlives stop().
   // Throws the errors of streams.
@@ -45,7 +46,7 @@ class RecordedCalls {
   static Result<std::unique_ptr<RecordedCalls>> make(Group& group,
                                                      std::shared_ptr<GroupStreams> streams,
                                                      Settings settings);
-  ~RecordedCalls();
+  ~RecordedCalls() override;
   RecordedCalls(const RecordedCalls&) = delete;
   RecordedCalls& operator=(const RecordedCalls&) = delete;
 
@@ -75,21 +76,12 @@ class RecordedCalls {
   using Replay = std::function<void(std::shared_ptr<Staging>)>;
   void keep(std::shared_ptr<GraphStaging> staging, Replay call);
 
-  // Around the mark of a call that is not recorded, or for one that has none. The second function
-  // makes the call later, on another thread, when its turn in the order has come. From one thread at
-  // a time. announce() throws; after it, follow() or skip() must be called.
-  uint32_t announce();
-  void follow(uint32_t number, std::function<void()> call);
-  void skip();
-
-  // Waits until all calls have their place and all replays so far have ended, or for the deadline.
-  void drain(Deadline deadline);
-  // Waits until all calls so far have their place, or for the deadline.
-  void settle(Deadline deadline);
-  // Makes the calls that wait for their place, and lets later replays pass. Call it after the group
-  // has failed. Returns false if the thread is in an operation by the deadline: it does that when it
-  // leaves the operation.
-  bool stop(Deadline deadline);
+  uint32_t announce() override;
+  void follow(uint32_t number, std::function<void()> call) override;
+  void skip() override;
+  void drain(Deadline deadline) override;
+  void settle(Deadline deadline) override;
+  bool stop(Deadline deadline) override;
 
  private:
   struct Operation {

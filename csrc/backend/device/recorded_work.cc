@@ -2,32 +2,16 @@
 
 #include <utility>
 
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace mooncake {
 
 RecordedWork::RecordedWork(int rank, c10d::OpType type, const c10::Stream& stream,
                            std::vector<at::Tensor> outputs)
-    : Work(rank, type), stream_(stream), outputs_(std::move(outputs)) {
-  done_.emplace(stream.device_type());
-  done_->record(stream);
-}
-
-RecordedWork::~RecordedWork() {
-  c10::OptionalDeviceGuard on;
-  try {
-    on.reset_device(stream_.device());
-  } catch (const std::exception&) {
-    // The context is lost, so that no other one is made either.
-  }
-  done_.reset();
-}
+    : Work(rank, type), stream_(stream), outputs_(std::move(outputs)), done_(stream) {}
 
 bool RecordedWork::wait(std::chrono::milliseconds) {
-  const c10::Device device = stream_.device();
-  done_->block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  done_.block();
   return true;
 }
 

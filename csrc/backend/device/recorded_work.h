@@ -1,13 +1,13 @@
 #pragma once
 
 #include <exception>
-#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "backend/device/stream_mark.h"
 
 namespace mooncake {
 
@@ -18,7 +18,6 @@ class RecordedWork final : public c10d::Work {
   // The operation is the last work on `stream`, which belongs to the group and is recorded.
   RecordedWork(int rank, c10d::OpType type, const c10::Stream& stream,
                std::vector<at::Tensor> outputs);
-  ~RecordedWork() override;
 
   // It is recorded, and there is nothing else to wait for.
   bool isCompleted() override { return true; }
@@ -37,7 +36,7 @@ class RecordedWork final : public c10d::Work {
  private:
   const c10::Stream stream_;
   const std::vector<at::Tensor> outputs_;
-  std::optional<c10::Event> done_;
+  const StreamMark done_;
 };
 
 }  // namespace mooncake

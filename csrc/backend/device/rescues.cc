@@ -16,8 +16,6 @@
 namespace mooncake {
 namespace {
 
-// How long copies of the outputs may take, once the stream waits.
-constexpr std::chrono::seconds kForCopies{10};
 // How long one look at the device's queues may take.
 constexpr std::chrono::milliseconds kForLook{1};
 constexpr std::chrono::microseconds kShortestPause{20}, kLongestPause{1000};

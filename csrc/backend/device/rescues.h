@@ -23,6 +23,9 @@ namespace mooncake {
 // One thread of the process, `mooncake-rescue`, waits for both steps. Thread-safe.
 class Rescues {
  public:
+  // How long copies of the outputs may take, once the stream waits.
+  static constexpr std::chrono::seconds kForCopies{10};
+
   struct Rescue {
     c10::Device device;
     const char* what = "";            // the outputs, for the log

@@ -21,8 +21,6 @@
 namespace mooncake {
 namespace {
 
-thread_local std::shared_ptr<Staging> currentStaging;
-
 c10::impl::VirtualGuardImpl guardOf(const c10::Stream& stream) {
   return c10::impl::VirtualGuardImpl(stream.device_type());
 }
@@ -322,8 +320,6 @@ Status Staging::awaitOnHost(Group& group, const std::function<bool()>& ready) co
   return {};
 }
 
-std::shared_ptr<Staging> Staging::takeCurrent() { return std::exchange(currentStaging, nullptr); }
-
 Error cannotFetch(const Staging& staging, const std::exception& why) {
   return {ErrorCode::kSystem, "the inputs of an operation could not be copied from " +
                                   staging.stream().device().str() + ": " + why.what()};
@@ -356,10 +352,5 @@ Status StagedTurn::end(Status status) {
                                     staging_->stream().device().str() + ": " + error.what()};
   }
 }
-
-Staging::Scope::Scope(std::shared_ptr<Staging> staging)
-    : outer_(std::exchange(currentStaging, std::move(staging))) {}
-
-Staging::Scope::~Scope() { currentStaging = std::move(outer_); }
 
 }  // namespace mooncake

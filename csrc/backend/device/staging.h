@@ -14,6 +14,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include "backend/calls/input_cut.h"
 #include "backend/device/own_stream.h"
 #include "base/deadline.h"
 #include "base/failpoint.h"
@@ -64,20 +65,15 @@ class Staging : public std::enable_shared_from_this<Staging> {
   at::Tensor newCounts(int64_t blocks);
 
   // Ends the group. Called if the device or its driver fails while the call is enqueued: then this
-  // rank does not begin an operation that the others wait for. They must not take its next one for
+  // rank does not begin an operation that other ranks wait for. They must not take its next one for
   // that.
   using EndGroup = std::function<void(const Error&)>;
   void onFailure(EndGroup end) { endGroup_ = std::move(end); }
 
   // The operation takes its input as it comes, in pieces.
-  struct Cut {
-    size_t pieceBytes = 0;         // of each part
-    size_t parts = 1;              // equal parts of each input, or
-    std::vector<int64_t> lengths;  // the elements of each part
-  };
-  void cutInputs(Cut cut) { cut_ = std::move(cut); }
+  void cutInputs(InputCut cut) { cut_ = std::move(cut); }
   bool isCut() const { return cut_.pieceBytes != 0; }
-  const Cut& cut() const { return cut_; }
+  const InputCut& cut() const { return cut_; }
 
   // kRecords: mark() records the operation into a graph, and does not run it. kReplays: a replay of
   // the graph waits for the operation, which this thread is to run.
@@ -100,7 +96,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
   virtual Status fetchAgain(Group&) {
     return {ErrorCode::kUnsupported, "this staging does not cut its inputs"};
   }
-  // Thread-safe. Later calls do nothing, and neither do those of abandon().
+  // Thread-safe. Later calls do nothing, and neither do calls of abandon().
   virtual void giveBack() = 0;
   virtual void abandon() = 0;
   // True once the device has the outputs.
@@ -118,20 +114,6 @@ class Staging : public std::enable_shared_from_this<Staging> {
   const c10::Stream& stream() const { return stream_; }
   GroupStreams& streams() const { return *streams_; }
   const std::shared_ptr<GroupStreams>& sharedStreams() const { return streams_; }
-
-  // Returns the staging of the call that this thread makes, once; null for operations on CPU
-  // tensors. A signal handler that runs inside of the call makes calls of its own.
-  static std::shared_ptr<Staging> takeCurrent();
-  class Scope {
-   public:
-    explicit Scope(std::shared_ptr<Staging> staging);
-    ~Scope();
-    Scope(const Scope&) = delete;
-    Scope& operator=(const Scope&) = delete;
-
-   private:
-    std::shared_ptr<Staging> outer_;
-  };
 
  protected:
   // `stream`: the one of `streams` for the copies.
@@ -219,7 +201,7 @@ class Staging : public std::enable_shared_from_this<Staging> {
   bool hasOutputs_ = false;
   EndGroup endGroup_;
   std::optional<c10::Event> reached_;
-  Cut cut_;
+  InputCut cut_;
   std::vector<c10::Event> pieces_;  // copied
   // The stream that uses the copies last, if an accelerator drives the device.
   const std::shared_ptr<DeviceStream> last_;
@@ -237,7 +219,7 @@ class StagedTurn {
   StagedTurn(const StagedTurn&) = delete;
   StagedTurn& operator=(const StagedTurn&) = delete;
 
-  // If the inputs cannot be had, this rank does not begin an operation that the others wait for.
+  // If the inputs cannot be had, this rank does not begin an operation that other ranks wait for.
   // They must not take its next one for that, so the group ends here.
   template <typename Run>
   Status run(Group& group, const Run& operation) {

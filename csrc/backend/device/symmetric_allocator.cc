@@ -16,9 +16,9 @@
 
 #include "backend/arguments.h"
 #include "backend/device/accelerator_of.h"
-#include "backend/device/device_backend.h"
 #include "backend/device/own_stream.h"
 #include "backend/errors.h"
+#include "backend/mooncake_backend.h"
 #include "device/device_env.h"
 
 namespace mooncake {
@@ -52,9 +52,9 @@ void clearPad(const SymmetricAllocation& allocation) {
   throwIfError(allocation.accelerator.synchronize(prompt));
 }
 
-DeviceBackend& backendOf(const std::string& groupName, const c10::Device& device) {
+MooncakeBackend& backendOf(const std::string& groupName, const c10::Device& device) {
   const auto group = c10d::resolve_process_group(groupName);
-  auto* const ours = dynamic_cast<DeviceBackend*>(group->getBackend(device.type()).get());
+  auto* const ours = dynamic_cast<MooncakeBackend*>(group->getBackend(device.type()).get());
   if (!ours) {
     refuse("symmetric memory \"MOONCAKE\" needs the backend \"mooncake\" for devices of type " +
            c10::DeviceTypeName(device.type(), /*lower_case=*/true) + " in group '" + groupName +
@@ -164,10 +164,10 @@ SymmetricAllocator::Handle SymmetricAllocator::meet(void* ptr, const std::string
   state_.ends->runDue();
   const Entry entry = find(ptr);
   const auto& own = entry.allocation;
-  DeviceBackend& backend = backendOf(groupName, own ? own->device : currentDevice());
-  const auto group = backend.peerSharing(own ? own->device : currentDevice());
+  MooncakeBackend& backend = backendOf(groupName, own ? own->device : currentDevice());
+  const auto group = backend.devices().sharing(own ? own->device : currentDevice());
   const auto known = entry.handles.find(group);
-  // A rank with an error meets the others, which would wait for it.
+  // A rank with an error meets the other ranks, which would wait for it.
   Result<PeerSharing::Offer> offer = Error{ErrorCode::kInvalidArgument, kForeign};
   if (own && own->device.index() != group->device()) {
     offer = Error{ErrorCode::kInvalidArgument, "the group shares memory of device " +
@@ -182,7 +182,7 @@ SymmetricAllocator::Handle SymmetricAllocator::meet(void* ptr, const std::string
   auto mapped = orThrow(group->mapAll(offer));
   if (mapped.empty()) return known->second;
   auto handle = c10::make_intrusive<MappedSymmetricMemory>(group, own, std::move(mapped),
-                                                           backend.globalRanks());
+                                                           backend.group().options().globalRanks);
   Handle replaced;  // ends without the lock
   std::lock_guard lock(state_.mutex);
   const auto found = state_.entries.find(ptr);

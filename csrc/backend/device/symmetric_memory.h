@@ -16,8 +16,8 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "base/fork.h"
-#include "collectives/peer/peer_sharing.h"
 #include "device/deferred_ends.h"
+#include "peers/peer_sharing.h"
 
 namespace mooncake {
 
@@ -55,7 +55,7 @@ struct SymmetricAllocation {
 };
 
 // Allocations of all ranks of a process group, as torch hands them out. Keeps this rank's allocation
-// and the others' mapped, also if their processes end. Signals between ranks wait at most for the
+// and other ranks' mapped, also if their processes end. Signals between ranks wait at most for the
 // timeout; a later call raises an error that names the rank.
 class MappedSymmetricMemory final : public c10d::symmetric_memory::SymmetricMemory {
  public:

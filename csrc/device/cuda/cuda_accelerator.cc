@@ -26,16 +26,23 @@ struct PointerAttributes {
 };
 
 // The driver writes 1 to 8 bytes of each value, so all of them begin as zero.
-CUresult ask(const CudaDriver& driver, const void* address, PointerAttributes& found) {
+Status ask(CudaContexts& contexts, const void* address, PointerAttributes& found) {
+  constexpr char kFunction[] = "cuPointerGetAttributes";
   std::array<CUpointer_attribute, 4> wanted = {
       CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
       CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, CU_POINTER_ATTRIBUTE_BUFFER_ID};
   std::array<void*, 4> values = {&found.memoryType, &found.device, &found.isExportable,
                                  &found.allocation};
-  const CUresult result =
-      driver.cuPointerGetAttributes(wanted.size(), wanted.data(), values.data(), numberOf(address));
-  // So it answers if no context exists yet: then it does not know any memory.
-  return result == CUDA_ERROR_INVALID_CONTEXT ? CUDA_SUCCESS : result;
+  const auto query = [&] {
+    return contexts.driver().cuPointerGetAttributes(wanted.size(), wanted.data(), values.data(),
+                                                    numberOf(address));
+  };
+  const CUresult result = query();
+  if (result != CUDA_ERROR_INVALID_CONTEXT) return contexts.check(kFunction, -1, result);
+  // No context is current. If the program has none, the driver knows no memory.
+  const auto device = contexts.anyInUse();
+  if (device.ok()) return callIn(contexts.inUse(*device), contexts, kFunction, *device, query);
+  return device.error().code == ErrorCode::kInvalidArgument ? Status() : device.status();
 }
 
 }  // namespace
@@ -137,7 +144,7 @@ Result<std::string> CudaAccelerator::describe(int device) {
 Result<MemoryPlace> CudaAccelerator::placeOf(const void* address) {
   MOONCAKE_TRY(contexts_->checkProcess());
   PointerAttributes found;
-  MOONCAKE_TRY(contexts_->check("cuPointerGetAttributes", -1, ask(driver_, address, found)));
+  MOONCAKE_TRY(ask(*contexts_, address, found));
   if (found.memoryType == CU_MEMORYTYPE_HOST) return MemoryPlace{.kind = MemoryKind::kPinned};
   if (found.memoryType != CU_MEMORYTYPE_DEVICE) return MemoryPlace{};
   return MemoryPlace{.kind = MemoryKind::kDevice, .device = static_cast<int>(found.device)};
@@ -281,7 +288,7 @@ Status CudaAccelerator::launch(DeviceStream stream, const KernelLaunch& launch) 
 Result<ExportedMemory> CudaAccelerator::exportMemory(const void* address) {
   MOONCAKE_TRY(contexts_->checkProcess());
   PointerAttributes found;
-  MOONCAKE_TRY(contexts_->check("cuPointerGetAttributes", -1, ask(driver_, address, found)));
+  MOONCAKE_TRY(ask(*contexts_, address, found));
   if (found.memoryType != CU_MEMORYTYPE_DEVICE) {
     return Error{ErrorCode::kUnsupported,
                  "cuda: only memory of a device can be exported, and this is memory of the host"};
@@ -323,7 +330,7 @@ Result<void*> CudaAccelerator::importMemory(const ExportedMemory& memory, int de
   MOONCAKE_TRY(runOn("cuIpcOpenMemHandle", device, [&] {
     return driver_.cuIpcOpenMemHandle(&start, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
   }));
-  std::lock_guard lock(importsMutex_);
+  Lock lock(importsMutex_);
   Import& import = imports_[start];
   import.device = device;
   import.bytes = std::max<size_t>(import.bytes, memory.offset + memory.bytes);
@@ -335,7 +342,7 @@ Status CudaAccelerator::closeMemory(void* address) {
   CUdeviceptr start = 0;
   int device = 0;
   {
-    std::lock_guard lock(importsMutex_);
+    Lock lock(importsMutex_);
     auto found = imports_.upper_bound(numberOf(address));
     if (found == imports_.begin() || numberOf(address) - (--found)->first >= found->second.bytes) {
       return {ErrorCode::kInvalidArgument,

@@ -2,8 +2,8 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "device/accelerator.h"
 #include "device/cuda/cuda_contexts.h"
 #include "device/cuda/cuda_kernels.h"
@@ -74,8 +74,9 @@ class CudaAccelerator final : public Accelerator, public WordRecorder {
   CudaKernels kernels_;
   CudaPeerMemory peers_;
 
-  std::mutex importsMutex_;
-  std::map<CUdeviceptr, Import> imports_;  // by the allocation's start in this process
+  Mutex importsMutex_;
+  // By the allocation's start in this process.
+  std::map<CUdeviceptr, Import> imports_ GUARDED_BY(importsMutex_);
 };
 
 }  // namespace mooncake

@@ -7,6 +7,7 @@ namespace mooncake {
 
 Result<std::unique_ptr<CudaContexts>> CudaContexts::make(const CudaDriver& driver) {
   std::unique_ptr<CudaContexts> made(new CudaContexts(driver));
+  Lock lock(made->mutex_);
   MOONCAKE_TRY(made->find());
   return made;
 }
@@ -65,14 +66,14 @@ Result<CUcontext> CudaContexts::retain(int device) {
 
 Result<CUcontext> CudaContexts::chosen(int device) {
   MOONCAKE_TRY(checkProcess());  // before the lock: another thread may have held it
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkUsable(device));
   return retain(device);
 }
 
 Result<CUcontext> CudaContexts::inUse(int device) {
   MOONCAKE_TRY(checkProcess());  // before the lock: another thread may have held it
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkUsable(device));
   const auto active = isActive(device);
   if (!active.ok()) return active.error();
@@ -85,7 +86,7 @@ Result<CUcontext> CudaContexts::inUse(int device) {
 
 Result<int> CudaContexts::anyInUse() {
   MOONCAKE_TRY(checkProcess());  // before the lock: another thread may have held it
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   CUcontext current = nullptr;
   MOONCAKE_TRY(failed("cuCtxGetCurrent", -1, driver_.cuCtxGetCurrent(&current)));
   if (current != nullptr) {
@@ -107,7 +108,7 @@ Result<int> CudaContexts::anyInUse() {
 
 Result<CUdevice> CudaContexts::handleOf(int device) {
   MOONCAKE_TRY(checkProcess());  // before the lock: another thread may have held it
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkUsable(device));
   return devices_[static_cast<size_t>(device)].handle;
 }
@@ -131,7 +132,7 @@ Status CudaContexts::failed(const char* function, int device, CUresult result) c
 Status CudaContexts::check(const char* function, int device, CUresult result) {
   Status status = failed(function, device, result);
   if (status.ok() || device < 0 || !losesContext(result)) return status;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   Device& one = devices_[static_cast<size_t>(device)];
   if (one.lost.empty()) {
     one.lost = status.error().message;

@@ -2,11 +2,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/fork.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/cuda/cuda_driver.h"
 
@@ -21,7 +21,8 @@ class CudaContexts {
   static Result<std::unique_ptr<CudaContexts>> make(const CudaDriver& driver);
 
   const CudaDriver& driver() const { return driver_; }
-  int count() const { return static_cast<int>(devices_.size()); }
+  // Not checked: the number of devices is fixed.
+  int count() const NOT_CHECKED { return static_cast<int>(devices_.size()); }
   bool isForked() const { return forkGeneration_ != forkGeneration(); }
   // kAborted in a forked child.
   Status checkProcess() const;
@@ -49,17 +50,16 @@ class CudaContexts {
     std::string lost;             // the error that lost the context; empty: none
   };
   explicit CudaContexts(const CudaDriver& driver) : driver_(driver) {}
-  Status find();
-  // Under the lock.
-  Status checkUsable(int device) const;
-  Result<bool> isActive(int device) const;
-  Result<CUcontext> retain(int device);
+  Status find() REQUIRES(mutex_);
+  Status checkUsable(int device) const REQUIRES(mutex_);
+  Result<bool> isActive(int device) const REQUIRES(mutex_);
+  Result<CUcontext> retain(int device) REQUIRES(mutex_);
   Status failed(const char* function, int device, CUresult result) const;
 
   const CudaDriver& driver_;
   const uint32_t forkGeneration_ = forkGeneration();
-  std::mutex mutex_;  // guards the devices; their number is fixed
-  std::vector<Device> devices_;
+  Mutex mutex_;
+  std::vector<Device> devices_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -17,14 +17,14 @@ Status CudaKernels::checkImage() const {
 Status CudaKernels::prepare(int device) {
   MOONCAKE_TRY(contexts_.checkProcess());  // before the locks: another thread may have held them
   MOONCAKE_TRY(checkImage());
-  std::lock_guard loading(loadMutex_);
+  Lock loading(loadMutex_);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (loaded_.contains(device)) return {};
   }
   const auto functions = loadAll(device);
   if (!functions.ok()) return functions.error();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   loaded_[device] = *functions;
   return {};
 }
@@ -76,7 +76,7 @@ Status CudaKernels::raiseSharedLimit(CUfunction function, int device) {
 Result<CUfunction> CudaKernels::find(KernelId kernel, int device) {
   MOONCAKE_TRY(contexts_.checkProcess());  // before the lock: another thread may have held it
   MOONCAKE_TRY(checkImage());
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = loaded_.find(device);
   if (found != loaded_.end()) return found->second[static_cast<size_t>(kernel)];
   return Error{ErrorCode::kInvalidArgument,

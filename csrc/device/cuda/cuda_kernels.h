@@ -3,9 +3,9 @@
 #include <array>
 #include <cstddef>
 #include <map>
-#include <mutex>
 #include <span>
 
+#include "base/mutex.h"
 #include "device/accelerator.h"
 #include "device/cuda/cuda_contexts.h"
 #include "device/kernel_launch.h"
@@ -30,21 +30,20 @@ class CudaKernels {
   using Functions = std::array<CUfunction, kKernelCount>;
 
   Status checkImage() const;
-  // Under loadMutex_.
-  Status loadLibrary(int device);
-  Result<Functions> loadAll(int device);
+  Status loadLibrary(int device) REQUIRES(loadMutex_);
+  Result<Functions> loadAll(int device) REQUIRES(loadMutex_);
   // Lets the kernel have as much dynamic shared memory as the device gives a block.
   Status raiseSharedLimit(CUfunction function, int device);
 
-  Result<CUfunction> find(KernelId kernel, int device);
+  Result<CUfunction> find(KernelId kernel, int device) EXCLUDES(mutex_);
 
   CudaContexts& contexts_;
   const std::span<const std::byte> image_;
   // Loading may wait for kernels that run. A launch that they wait for needs the second lock alone.
-  std::mutex loadMutex_;             // guards library_
-  CUlibrary library_ = nullptr;      // stays loaded
-  std::mutex mutex_;                 // guards loaded_
-  std::map<int, Functions> loaded_;  // by device; complete
+  Mutex loadMutex_;
+  CUlibrary library_ GUARDED_BY(loadMutex_) = nullptr;  // stays loaded
+  Mutex mutex_;
+  std::map<int, Functions> loaded_ GUARDED_BY(mutex_);  // by device; complete
 };
 
 }  // namespace mooncake

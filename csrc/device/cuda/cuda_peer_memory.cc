@@ -127,7 +127,7 @@ Status CudaPeerMemory::giveAccess(CUdeviceptr start, size_t bytes, int device) {
 }
 
 std::span<std::byte> CudaPeerMemory::add(CUdeviceptr start, size_t bytes, int device) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   mappings_[start] = {.bytes = bytes, .device = device};
   return {reinterpret_cast<std::byte*>(start), bytes};
 }
@@ -144,7 +144,7 @@ Status CudaPeerMemory::unmapShared(std::span<std::byte> memory) {
   const auto start = reinterpret_cast<CUdeviceptr>(memory.data());
   Mapping mapping;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     const auto found = mappings_.find(start);
     if (found == mappings_.end()) {
       return {ErrorCode::kInvalidArgument,

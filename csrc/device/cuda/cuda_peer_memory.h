@@ -1,9 +1,9 @@
 #pragma once
 
 #include <map>
-#include <mutex>
 #include <span>
 
+#include "base/mutex.h"
 #include "device/cuda/cuda_contexts.h"
 #include "device/cuda/gdr_copy.h"
 #include "device/peer_memory.h"
@@ -38,15 +38,15 @@ class CudaPeerMemory final : public PeerMemory {
   Status takeOut(CUdeviceptr start, const Mapping& mapping);
   Result<Allocation> share(CUmemGenericAllocationHandle handle, size_t bytes, int device);
 
-  std::span<std::byte> add(CUdeviceptr start, size_t bytes, int device);
+  std::span<std::byte> add(CUdeviceptr start, size_t bytes, int device) EXCLUDES(mutex_);
 
   // Network cards may also read and write the memory, where the device allows it.
   Result<CUmemAllocationProp> propertiesOf(int device);
 
   CudaContexts& contexts_;
   GdrCopy gdr_;
-  std::mutex mutex_;  // guards mappings_
-  std::map<CUdeviceptr, Mapping> mappings_;
+  Mutex mutex_;
+  std::map<CUdeviceptr, Mapping> mappings_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -28,7 +28,7 @@ Result<std::span<std::byte>> CudaPinnedPool::allocate(size_t bytes) {
   if (!context.ok()) return context.error();
   const size_t capacity = (bytes + kPage - 1) / kPage * kPage;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     reclaim();
     // Callers with many sizes round up (PinnedPool), so no size is rounded here.
     const auto found = available_.lower_bound(capacity);
@@ -47,14 +47,14 @@ Result<std::span<std::byte>> CudaPinnedPool::allocate(size_t bytes) {
       contexts_.check("cuMemHostAlloc", *device,
                       contexts_.driver().cuMemHostAlloc(
                           &start, capacity, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP)));
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   blocks_[static_cast<std::byte*>(start)] = {.capacity = capacity};
   return std::span(static_cast<std::byte*>(start), bytes);
 }
 
 void CudaPinnedPool::free(std::span<std::byte> memory) {
   if (contexts_.isForked()) return;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = blocks_.find(memory.data());
   if (found == blocks_.end() || found->second.isFreed) {
     log(LogLevel::kError, "device", "cuda freePinned: there is no such allocation at ",
@@ -67,7 +67,7 @@ void CudaPinnedPool::free(std::span<std::byte> memory) {
 }
 
 void CudaPinnedPool::use(const void* address, DeviceStream stream) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   auto* const at = static_cast<std::byte*>(const_cast<void*>(address));
   auto after = blocks_.upper_bound(at);
   if (after == blocks_.begin()) return;
@@ -84,7 +84,7 @@ void CudaPinnedPool::use(const void* address, DeviceStream stream) {
 }
 
 void CudaPinnedPool::leave(DeviceStream stream) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (auto& [start, block] : blocks_) {
     const auto isUser = [&](DeviceStream user) { return areSame(user, stream); };
     const auto found = std::ranges::find_if(block.users, isUser);
@@ -96,7 +96,7 @@ void CudaPinnedPool::leave(DeviceStream stream) {
 }
 
 void CudaPinnedPool::reclaim() {
-  std::erase_if(freed_, [this](std::byte* start) {
+  std::erase_if(freed_, [this](std::byte* start) REQUIRES(mutex_) {
     Block& block = blocks_[start];
     const auto settled = settle(block);
     if (!settled.ok()) {

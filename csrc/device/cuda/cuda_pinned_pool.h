@@ -2,10 +2,10 @@
 
 #include <cstddef>
 #include <map>
-#include <mutex>
 #include <span>
 #include <vector>
 
+#include "base/mutex.h"
 #include "device/accelerator.h"
 #include "device/cuda/cuda_contexts.h"
 
@@ -42,20 +42,19 @@ class CudaPinnedPool {
   };
   using Blocks = std::map<std::byte*, Block>;
 
-  // All under the lock.
-  void reclaim();
+  void reclaim() REQUIRES(mutex_);
   // Returns whether no stream uses the block any more.
-  Result<bool> settle(Block& block);
+  Result<bool> settle(Block& block) REQUIRES(mutex_);
   // Records an event behind the stream's work. Returns false if it cannot be recorded now, as the
   // stream captures. Its context is current.
-  Result<bool> record(Block& block, DeviceStream stream);
-  Result<bool> hasPassed(const Recorded& recorded);
+  Result<bool> record(Block& block, DeviceStream stream) REQUIRES(mutex_);
+  Result<bool> hasPassed(const Recorded& recorded) REQUIRES(mutex_);
 
   CudaContexts& contexts_;
-  std::mutex mutex_;                             // guards the fields below
-  Blocks blocks_;                                // all that were ever allocated
-  std::vector<std::byte*> freed_;                // streams may still use them
-  std::multimap<size_t, std::byte*> available_;  // by capacity
+  Mutex mutex_;
+  Blocks blocks_ GUARDED_BY(mutex_);                                // all that were ever allocated
+  std::vector<std::byte*> freed_ GUARDED_BY(mutex_);                // streams may still use them
+  std::multimap<size_t, std::byte*> available_ GUARDED_BY(mutex_);  // by capacity
 };
 
 }  // namespace mooncake

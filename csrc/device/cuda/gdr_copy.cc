@@ -52,7 +52,7 @@ Result<GdrCopy::Mapping> GdrCopy::mapPages(unsigned long first, size_t bytes) {
 }
 
 Result<std::span<std::byte>> GdrCopy::map(std::span<std::byte> memory) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(open());
   const auto begin = reinterpret_cast<uintptr_t>(memory.data());
   const unsigned long first = begin / kPageBytes * kPageBytes;
@@ -65,7 +65,7 @@ Result<std::span<std::byte>> GdrCopy::map(std::span<std::byte> memory) {
 }
 
 void GdrCopy::unmap(std::span<std::byte> mapped) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = mappings_.find(mapped.data());
   if (found == mappings_.end()) return;
   const Mapping mapping = found->second;

@@ -2,9 +2,9 @@
 
 #include <cstddef>
 #include <map>
-#include <mutex>
 #include <span>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/cuda/gdr_library.h"
 
@@ -13,7 +13,7 @@ namespace mooncake {
 // Maps memory of CUDA devices for the host, by GDRCopy. Thread-safe.
 class GdrCopy {
  public:
-  // Errors of `library` are those of map().
+  // map() returns the error of `library`.
   explicit GdrCopy(Result<GdrLibrary> library) : library_(std::move(library)) {}
   ~GdrCopy();
   GdrCopy(const GdrCopy&) = delete;
@@ -31,13 +31,13 @@ class GdrCopy {
     void* start;
     size_t bytes;
   };
-  Status open();
-  Result<Mapping> mapPages(unsigned long first, size_t bytes);
+  Status open() REQUIRES(mutex_);
+  Result<Mapping> mapPages(unsigned long first, size_t bytes) REQUIRES(mutex_);
 
   const Result<GdrLibrary> library_;
-  std::mutex mutex_;
-  void* opened_ = nullptr;
-  std::map<std::byte*, Mapping> mappings_;  // by the addresses of map()
+  Mutex mutex_;
+  void* opened_ GUARDED_BY(mutex_) = nullptr;
+  std::map<std::byte*, Mapping> mappings_ GUARDED_BY(mutex_);  // by the addresses of map()
 };
 
 }  // namespace mooncake

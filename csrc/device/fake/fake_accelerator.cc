@@ -54,7 +54,7 @@ class FakeAccelerator::Event final : public ReplayEvent {
                     "the event is of device " + std::to_string(device_) + ", and the stream of " +
                         std::to_string(stream.device));
     }
-    std::lock_guard lock(last_->mutex);
+    Lock lock(last_->mutex);
     auto made = named("record", devices_.streams_.mark(stream));
     if (!made.ok()) return made.error();
     last_->mark = std::move(*made);
@@ -63,13 +63,13 @@ class FakeAccelerator::Event final : public ReplayEvent {
 
   Status block(DeviceStream stream) override {
     MOONCAKE_TRY(devices_.enter("block"));
-    std::lock_guard lock(last_->mutex);
+    Lock lock(last_->mutex);
     return last_->mark ? named("block", devices_.streams_.await(stream, last_->mark)) : Status();
   }
 
   Result<bool> hasHappened() override {
     MOONCAKE_TRY(devices_.enter("hasHappened"));
-    std::lock_guard lock(last_->mutex);
+    Lock lock(last_->mutex);
     if (!last_->mark) return true;
     if (!last_->mark->capture()) return last_->mark->hasHappened();
     return failed("hasHappened", ErrorCode::kInvalidArgument,
@@ -79,7 +79,7 @@ class FakeAccelerator::Event final : public ReplayEvent {
   Status recordInReplays(DeviceStream stream) override {
     MOONCAKE_TRY(devices_.enter("recordInReplays"));
     return named("recordInReplays", devices_.streams_.addNode(stream, [last = last_] {
-      std::lock_guard lock(last->mutex);
+      Lock lock(last->mutex);
       last->mark = std::make_shared<FakeMark>();
       return FakeMark::recordTask(last->mark);
     }));
@@ -89,7 +89,7 @@ class FakeAccelerator::Event final : public ReplayEvent {
     MOONCAKE_TRY(devices_.enter("blockInReplays"));
     return named("blockInReplays",
                  devices_.streams_.addNode(stream, [last = last_]() -> FakeStream::Task {
-                   std::lock_guard lock(last->mutex);
+                   Lock lock(last->mutex);
                    if (!last->mark || last->mark->capture()) return [](FakeStream&) {};
                    return FakeMark::waitTask(last->mark);
                  }));
@@ -98,8 +98,8 @@ class FakeAccelerator::Event final : public ReplayEvent {
  private:
   // Graphs may outlive the event.
   struct Last {
-    std::mutex mutex;                // guards mark
-    std::shared_ptr<FakeMark> mark;  // of the last record(); null: none yet
+    Mutex mutex;
+    std::shared_ptr<FakeMark> mark GUARDED_BY(mutex);  // of the last record(); null: none yet
   };
 
   FakeAccelerator& devices_;
@@ -109,7 +109,7 @@ class FakeAccelerator::Event final : public ReplayEvent {
 
 void FakeAccelerator::halt(const std::string& reason) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (ended_.empty()) ended_ = reason;
   }
   streams_.halt();
@@ -129,7 +129,7 @@ Status FakeAccelerator::enter(const char* call) {
                   "process anew (spawn) to use them");
   }
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (!ended_.empty()) return failed(call, ErrorCode::kSystem, ended_);
   }
   return failures_.count(call);
@@ -185,14 +185,14 @@ Result<DeviceStream> FakeAccelerator::createStream(int device, StreamPriority pr
   MOONCAKE_TRY(checkDevice("createStream", device));
   const DeviceStream made = streams_.create(device);
   if (priority == StreamPriority::kHigh) {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     highStreams_.insert(made.handle);
   }
   return made;
 }
 
 StreamPriority FakeAccelerator::priorityOf(DeviceStream stream) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return highStreams_.contains(stream.handle) ? StreamPriority::kHigh : StreamPriority::kNormal;
 }
 
@@ -363,6 +363,12 @@ DeviceStream FakeAccelerator::defaultStream(int device) {
 
 std::vector<DeviceStream> FakeAccelerator::streams(int device) {
   return isForked() ? std::vector<DeviceStream>() : streams_.list(device);
+}
+
+Status FakeAccelerator::synchronizeDevice(int device) {
+  MOONCAKE_TRY(enter("synchronize"));
+  MOONCAKE_TRY(checkDevice("synchronize", device));
+  return named("synchronize", streams_.synchronizeDevice(device));
 }
 
 bool FakeAccelerator::isIdle(DeviceStream stream) { return isForked() || streams_.isIdle(stream); }

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <span>
 #include <string>
@@ -11,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "base/fork.h"
+#include "base/mutex.h"
 #include "device/fake/fake_callers.h"
 #include "device/fake/fake_devices.h"
 #include "device/fake/fake_failures.h"
@@ -64,6 +64,7 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   Status enqueue(DeviceStream stream, std::function<void()> task) override;
   DeviceStream defaultStream(int device) override;
   std::vector<DeviceStream> streams(int device) override;
+  Status synchronizeDevice(int device) override;
   bool isIdle(DeviceStream stream) override;
   StreamPriority priorityOf(DeviceStream stream) override;
   Result<std::span<std::byte>> allocate(int device, size_t bytes) override;
@@ -88,13 +89,13 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
 
   bool isForked() const { return forkGeneration_ != forkGeneration(); }
   // Every function that can fail begins with this.
-  Status enter(const char* call);
+  Status enter(const char* call) EXCLUDES(mutex_);
   Status checkDevice(const char* call, int device) const;
   Status addWord(const char* call, DeviceStream stream, StreamWord* word, FakeStream::Task&& task);
   // Unmaps the memory once the work that streams hold now is over.
   void retire(const char* call, const void* start, FakeMemory::Origin origin);
   // Later calls fail for this reason.
-  void halt(const std::string& reason);
+  void halt(const std::string& reason) EXCLUDES(mutex_);
 
   const uint32_t forkGeneration_ = forkGeneration();
   FakeMemory memory_;
@@ -103,9 +104,9 @@ class FakeAccelerator final : public FakeDevices, public PeerMemory, public Word
   FakeKernelTable kernels_;
   std::atomic<bool> ordersCardWrites_{true};
 
-  std::mutex mutex_;             // guards the fields below
-  std::string ended_;            // the reason why calls fail; empty: none
-  std::set<void*> highStreams_;  // handles, which no two streams share
+  Mutex mutex_;
+  std::string ended_ GUARDED_BY(mutex_);            // the reason why calls fail; empty: none
+  std::set<void*> highStreams_ GUARDED_BY(mutex_);  // handles, which no two streams share
 
   FakeStreams streams_;  // ends first: its work uses the rest
 };

@@ -8,12 +8,12 @@ namespace mooncake {
 void FakeCallers::note() {
   std::array<char, 16> name{};  // the kernel keeps 15 characters
   if (pthread_getname_np(pthread_self(), name.data(), name.size()) != 0) return;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   names_.emplace(name.data());
 }
 
 std::vector<std::string> FakeCallers::names() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return {names_.begin(), names_.end()};
 }
 

@@ -1,9 +1,10 @@
 #pragma once
 
-#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -15,8 +16,8 @@ class FakeCallers {
   std::vector<std::string> names() const;
 
  private:
-  mutable std::mutex mutex_;  // guards names_
-  std::set<std::string> names_;
+  mutable Mutex mutex_;
+  std::set<std::string> names_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -17,7 +17,7 @@ class FakeCapture {
  public:
   // A place in the graph for work. Each replay asks it for the task to run.
   using Node = std::function<FakeStream::Task()>;
-  // The nodes that come before a point in the graph: of each stream, so many.
+  // Number of each stream's nodes that come before a point in the graph.
   using Place = std::map<const FakeStream*, size_t>;
 
   explicit FakeCapture(const FakeStream& origin) : origin_(&origin) { places_[origin_]; }

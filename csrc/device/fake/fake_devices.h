@@ -45,6 +45,8 @@ class FakeDevices : public Accelerator {
   virtual DeviceStream defaultStream(int device) = 0;
   // All streams of the device that are not destroyed, the default one first.
   virtual std::vector<DeviceStream> streams(int device) = 0;
+  // Waits for the work so far of these streams, also of one that is destroyed meanwhile.
+  virtual Status synchronizeDevice(int device) = 0;
   virtual bool isIdle(DeviceStream stream) = 0;
   // The priority of createStream(), which the stream's thread does not have.
   virtual StreamPriority priorityOf(DeviceStream stream) = 0;
@@ -73,8 +75,9 @@ class FakeDevices : public Accelerator {
   // Whether kernels see bytes of network cards in order: ordersCardWrites(). True at first.
   virtual void setCardWriteOrder(bool isKept) = 0;
   // Calls on the stream are recorded and not run until endCapture(). A stream joins the capture if
-  // it blocks on an event that was recorded in it; the stream that began must block on the others'
-  // last work before endCapture(). Waits on the host and events from outside spoil a capture.
+  // it blocks on an event that was recorded in it; the stream that began must block on the other
+  // streams' last work before endCapture(). Waits on the host and events from outside spoil a
+  // capture.
   virtual Status beginCapture(DeviceStream stream) = 0;
   virtual Result<uint64_t> endCapture(DeviceStream stream) = 0;
   // Enqueues the work of a graph, in the order of the calls.
@@ -87,8 +90,8 @@ class FakeDevices : public Accelerator {
 FakeDevices& fakeDevices();
 
 // Two more, for a test that loses their context, say. The destructor drops work that has not begun
-// and waits for the rest. `queues`: each device has so many for its streams, see FakeQueue; 0: each
-// stream has one.
+// and waits for the rest. `queues`: number of queues of each device for its streams, see FakeQueue;
+// 0: each stream has one.
 std::unique_ptr<FakeDevices> makeFakeDevices(size_t queues = 0);
 
 }  // namespace mooncake

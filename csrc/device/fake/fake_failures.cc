@@ -25,7 +25,7 @@ Status FakeFailures::add(FakeFailure failure) {
     return {ErrorCode::kInvalidArgument, "no function that can fail is called " + failure.call};
   if (failure.n == 0 || failure.times == 0)
     return {ErrorCode::kInvalidArgument, "calls are counted from 1, and at least one fails"};
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   failures_.push_back(std::move(failure));
   return {};
 }
@@ -33,7 +33,7 @@ Status FakeFailures::add(FakeFailure failure) {
 Status FakeFailures::count(std::string_view call) {
   Status failed;
   std::vector<std::function<void()>> blocks;
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (FakeFailure& failure : failures_) {
     if (failure.call != call) continue;
     if (failure.n > 1) {

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mutex>
 #include <string_view>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/fake/fake_devices.h"
 
@@ -18,8 +18,8 @@ class FakeFailures {
   Status count(std::string_view call);
 
  private:
-  std::mutex mutex_;  // guards failures_
-  std::vector<FakeFailure> failures_;
+  Mutex mutex_;
+  std::vector<FakeFailure> failures_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

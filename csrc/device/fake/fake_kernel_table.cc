@@ -17,7 +17,7 @@ Error refused(const KernelLaunch& launch, const std::string& cause) {
 }  // namespace
 
 void FakeKernelTable::set(FakeKernels kernels) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   kernels_ = kernels.run ? std::make_shared<const FakeKernels>(std::move(kernels)) : nullptr;
   prepared_.clear();
 }
@@ -35,21 +35,21 @@ Status FakeKernelTable::checkPrepared(const KernelLaunch& launch, int device) co
 }
 
 Status FakeKernelTable::prepare(int device) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkSet());
   prepared_.insert(device);
   return {};
 }
 
 Result<KernelRoom> FakeKernelTable::roomFor(const KernelLaunch& launch, int device) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkPrepared(launch, device));
   return kernels_->room;
 }
 
 Result<std::function<Status()>> FakeKernelTable::bind(DeviceStream stream,
                                                       const KernelLaunch& launch) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkPrepared(launch, stream.device));
   if (launch.grid == 0 || launch.block == 0 || launch.block > kMostThreads) {
     return refused(launch, std::to_string(launch.grid) + " blocks of " +

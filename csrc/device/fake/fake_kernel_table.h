@@ -2,9 +2,9 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <set>
 
+#include "base/mutex.h"
 #include "device/fake/fake_devices.h"
 
 namespace mooncake {
@@ -23,13 +23,12 @@ class FakeKernelTable {
  private:
   static constexpr uint32_t kMostThreads = 1024;  // of a block
 
-  // Under the lock.
-  Status checkSet() const;
-  Status checkPrepared(const KernelLaunch& launch, int device) const;
+  Status checkSet() const REQUIRES(mutex_);
+  Status checkPrepared(const KernelLaunch& launch, int device) const REQUIRES(mutex_);
 
-  std::mutex mutex_;  // guards the fields below
-  std::shared_ptr<const FakeKernels> kernels_;
-  std::set<int> prepared_;
+  Mutex mutex_;
+  std::shared_ptr<const FakeKernels> kernels_ GUARDED_BY(mutex_);
+  std::set<int> prepared_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -5,20 +5,20 @@
 namespace mooncake {
 
 void FakeMark::end(State state) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (state_ != State::kAhead) return;
   state_ = state;
   ended_.notify_all();
 }
 
 bool FakeMark::hasHappened() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return state_ == State::kHappened;
 }
 
 FakeMark::State FakeMark::awaitEnd() {
-  std::unique_lock lock(mutex_);
-  ended_.wait(lock, [&] { return state_ != State::kAhead; });
+  Lock lock(mutex_);
+  ended_.wait(mutex_, [&]() REQUIRES(mutex_) { return state_ != State::kAhead; });
   return state_;
 }
 

@@ -1,9 +1,8 @@
 #pragma once
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "device/fake/fake_capture.h"
 
 namespace mooncake {
@@ -30,14 +29,14 @@ class FakeMark {
  private:
   enum class State { kAhead, kHappened, kDropped };
   // Only the first end counts.
-  void end(State state);
-  State awaitEnd();
+  void end(State state) EXCLUDES(mutex_);
+  State awaitEnd() EXCLUDES(mutex_);
 
   const std::shared_ptr<FakeCapture> capture_;
-  const FakeCapture::Place place_;
-  std::mutex mutex_;  // guards state_
-  std::condition_variable ended_;
-  State state_ = State::kAhead;
+  const FakeCapture::Place place_{};
+  Mutex mutex_;
+  Condition ended_;
+  State state_ GUARDED_BY(mutex_) = State::kAhead;
 };
 
 }  // namespace mooncake

@@ -81,7 +81,7 @@ Status FakeMemory::checkLimit(size_t bytes) const {
 }
 
 Result<std::span<std::byte>> FakeMemory::allocate(int device, size_t bytes) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkLimit(bytes));
   DeviceFile& file = files_[static_cast<size_t>(device)];
   if (!file.fd) {
@@ -110,19 +110,19 @@ Result<std::span<std::byte>> FakeMemory::allocatePinned(size_t bytes) {
   if (bytes == 0) return Error{ErrorCode::kInvalidArgument, "an allocation of 0 bytes"};
   auto mapping = Mapping::make(-1, 0, bytes, nullptr);
   if (!mapping.ok()) return mapping.error();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   void* const start =
       add({.mapping = std::move(*mapping), .origin = Origin::kPinned, .bytes = bytes});
   return std::span(static_cast<std::byte*>(start), bytes);
 }
 
 void FakeMemory::limit(size_t bytes) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   limit_ = bytes;
 }
 
 MemoryPlace FakeMemory::placeOf(const void* address) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = find(address);
   if (found == blocks_.end()) return {};
   const Block& block = found->second;
@@ -131,7 +131,7 @@ MemoryPlace FakeMemory::placeOf(const void* address) {
 }
 
 Status FakeMemory::checkRange(const void* address, size_t bytes) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = find(address);
   if (found == blocks_.end()) return {};
   const size_t left = found->second.bytes - (numberOf(address) - found->first);
@@ -141,7 +141,7 @@ Status FakeMemory::checkRange(const void* address, size_t bytes) {
 }
 
 Result<ExportedMemory> FakeMemory::exportMemory(const void* address) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = find(address);
   if (found == blocks_.end() || found->second.origin != Origin::kAllocated) {
     return Error{ErrorCode::kUnsupported,
@@ -188,7 +188,7 @@ Result<void*> FakeMemory::importMemory(const ExportedMemory& memory, int device)
   }
   auto mapping = Mapping::make(fd.get(), fileOffset, bytes, nullptr);
   if (!mapping.ok()) return mapping.error();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   void* const start = add({.mapping = std::move(*mapping),
                            .origin = Origin::kImported,
                            .device = device,
@@ -199,7 +199,7 @@ Result<void*> FakeMemory::importMemory(const ExportedMemory& memory, int device)
 
 Result<PeerMemory::Allocation> FakeMemory::allocateShared(int device, size_t asked) {
   const size_t bytes = pages(asked);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   MOONCAKE_TRY(checkLimit(bytes));
   Fd file(::memfd_create("fake peer memory", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file) return systemError("memfd_create", errno);
@@ -230,7 +230,7 @@ Result<std::span<std::byte>> FakeMemory::mapShared(const Fd& descriptor, size_t 
   }
   auto mapping = Mapping::make(descriptor.get(), 0, bytes, nullptr);
   if (!mapping.ok()) return mapping.error();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   void* const start = add({.mapping = std::move(*mapping),
                            .origin = Origin::kShared,
                            .device = device,
@@ -239,7 +239,7 @@ Result<std::span<std::byte>> FakeMemory::mapShared(const Fd& descriptor, size_t 
 }
 
 std::shared_ptr<void> FakeMemory::release(const void* address, Origin origin) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = find(address);
   if (found == blocks_.end() || found->second.origin != origin ||
       found->first + found->second.offset != numberOf(address)) {

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 #include "device/peer_memory.h"
@@ -56,20 +56,20 @@ class FakeMemory {
   };
   using Blocks = std::map<uintptr_t, Block>;  // by start
 
-  // Under the lock. Returns the block that holds the address, or end().
-  Blocks::iterator find(const void* address);
-  void* add(Block block);
-  Status checkLimit(size_t bytes) const;
+  // Returns the block that holds the address, or end().
+  Blocks::iterator find(const void* address) REQUIRES(mutex_);
+  void* add(Block block) REQUIRES(mutex_);
+  Status checkLimit(size_t bytes) const REQUIRES(mutex_);
 
-  std::mutex mutex_;  // guards the fields below
-  Blocks blocks_;
-  size_t limit_ = SIZE_MAX;
-  size_t allocated_ = 0;
+  Mutex mutex_;
+  Blocks blocks_ GUARDED_BY(mutex_);
+  size_t limit_ GUARDED_BY(mutex_) = SIZE_MAX;
+  size_t allocated_ GUARDED_BY(mutex_) = 0;
   struct DeviceFile {
     std::shared_ptr<Fd> fd;
     uint64_t bytes = 0;  // ranges are never used again, so a stale handle leads to no other memory
   };
-  std::array<DeviceFile, kDevices> files_;
+  std::array<DeviceFile, kDevices> files_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -3,18 +3,18 @@
 namespace mooncake {
 
 FakeQueue::Ticket FakeQueue::enter() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return ++last_;
 }
 
 bool FakeQueue::awaitHead(Ticket ticket, const std::atomic<bool>& isHalted) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return head_ >= ticket || isHalted; });
+  Lock lock(mutex_);
+  changed_.wait(mutex_, [&]() REQUIRES(mutex_) { return head_ >= ticket || isHalted; });
   return !isHalted;
 }
 
 void FakeQueue::pass(Ticket ticket) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (ticket < head_) return;
   passed_.insert(ticket);
   while (!passed_.empty() && *passed_.begin() == head_) {
@@ -26,7 +26,7 @@ void FakeQueue::pass(Ticket ticket) {
 
 // The lock orders the change before a waiter's next look.
 void FakeQueue::wake() {
-  { std::lock_guard lock(mutex_); }
+  { Lock lock(mutex_); }
   changed_.notify_all();
 }
 

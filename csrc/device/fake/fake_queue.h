@@ -1,10 +1,10 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <set>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -26,11 +26,11 @@ class FakeQueue {
   void wake();
 
  private:
-  std::mutex mutex_;  // guards the fields below
-  std::condition_variable changed_;
-  Ticket last_ = 0;
-  Ticket head_ = 1;
-  std::set<Ticket> passed_;  // behind the head
+  Mutex mutex_;
+  Condition changed_;
+  Ticket last_ GUARDED_BY(mutex_) = 0;
+  Ticket head_ GUARDED_BY(mutex_) = 1;
+  std::set<Ticket> passed_ GUARDED_BY(mutex_);  // behind the head
 };
 
 }  // namespace mooncake

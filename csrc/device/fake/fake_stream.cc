@@ -20,7 +20,7 @@ FakeStream::~FakeStream() {
 }
 
 Status FakeStream::enqueue(Task&& task) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isHalted_) return {ErrorCode::kSystem, name_ + " runs no more work"};
   if (!thread_.joinable()) {
     const std::string number = std::to_string(reinterpret_cast<uintptr_t>(id_.handle));
@@ -36,35 +36,35 @@ Status FakeStream::enqueue(Task&& task) {
 }
 
 void FakeStream::retain(std::shared_ptr<void> object) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isOver_ || done_ == enqueued_) return;
   tasks_.push_back({[object = std::move(object)](FakeStream&) {}});
   ++enqueued_;
 }
 
 Status FakeStream::synchronize() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (std::this_thread::get_id() == thread_.get_id())
     return {ErrorCode::kInvalidArgument, "a task of " + name_ + " cannot wait for its own stream"};
   const uint64_t last = enqueued_;
-  changed_.wait(lock, [&] { return done_ >= last || isHalted_; });
+  changed_.wait(mutex_, [&]() REQUIRES(mutex_) { return done_ >= last || isHalted_; });
   if (done_ < last) return {ErrorCode::kSystem, name_ + " runs no more work"};
   return {};
 }
 
 bool FakeStream::isIdle() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return isOver_ || done_ == enqueued_;
 }
 
 void FakeStream::close() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isClosed_ = true;
   changed_.notify_all();
 }
 
 void FakeStream::stop() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isHalted_ = true;
   changed_.notify_all();
 }
@@ -75,27 +75,28 @@ void FakeStream::halt() {
 }
 
 bool FakeStream::hasEnded() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return isOver_ || !thread_.joinable();
 }
 
 void FakeStream::join(Deadline deadline) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (!thread_.joinable() || thread_.get_id() == std::this_thread::get_id()) return;
   // A thread that is over takes the lock no more.
-  if (changed_.wait_until(lock, deadline.when(), [&] { return isOver_; })) thread_.join();
+  if (changed_.wait_until(mutex_, deadline.when(), [&]() REQUIRES(mutex_) { return isOver_; }))
+    thread_.join();
 }
 
 bool FakeStream::awaitWord(const StreamWord* word, uint32_t value) {
   constexpr Clock::duration kShortest = std::chrono::microseconds(10);
   constexpr Clock::duration kLongest = std::chrono::milliseconds(1);
   const auto began = Clock::now();
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!isHalted_) {
     if (static_cast<int32_t>(word->load(std::memory_order_acquire) - value) >= 0) return true;
     // An eighth of the wait so far: short waits end soon, and long ones cost little.
     const auto pause = std::clamp((Clock::now() - began) / 8, kShortest, kLongest);
-    changed_.wait_for(lock, pause, [&] { return isHalted_.load(); });
+    changed_.wait_for(mutex_, pause, [&]() REQUIRES(mutex_) { return isHalted_.load(); });
   }
   return false;
 }
@@ -114,9 +115,10 @@ void FakeStream::runInTurn(Place& place) {
 }
 
 void FakeStream::run() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !tasks_.empty() || isClosed_ || isHalted_; });
+    changed_.wait(mutex_,
+                  [&]() REQUIRES(mutex_) { return !tasks_.empty() || isClosed_ || isHalted_; });
     if (tasks_.empty() || isHalted_) break;
     Place place = std::move(tasks_.front());
     tasks_.pop_front();

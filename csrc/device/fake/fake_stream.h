@@ -1,18 +1,17 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <type_traits>
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 #include "device/fake/fake_queue.h"
@@ -71,7 +70,7 @@ class FakeStream {
     FakeQueue::Ticket ticket = 0;  // 0: the task is in no queue
   };
 
-  void run();
+  void run() EXCLUDES(mutex_);
   // Runs the task at its turn in the queue, or drops it after halt().
   void runInTurn(Place& place);
   // Makes room in the queue for a task that began, ended or was dropped.
@@ -81,15 +80,15 @@ class FakeStream {
   const std::string name_;
   const std::shared_ptr<FakeQueue> queue_;  // null: no other stream shares it
 
-  std::mutex mutex_;  // guards the fields below
-  std::condition_variable changed_;
-  std::deque<Place> tasks_;
-  uint64_t enqueued_ = 0;  // number of tasks
-  uint64_t done_ = 0;
-  bool isClosed_ = false;
-  std::atomic<bool> isHalted_ = false;  // FakeQueue reads it without the lock
-  bool isOver_ = false;                 // the thread runs no task any more
-  std::thread thread_;
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<Place> tasks_ GUARDED_BY(mutex_);
+  uint64_t enqueued_ GUARDED_BY(mutex_) = 0;  // number of tasks
+  uint64_t done_ GUARDED_BY(mutex_) = 0;
+  bool isClosed_ GUARDED_BY(mutex_) = false;
+  std::atomic<bool> isHalted_ = false;      // FakeQueue reads it without the lock
+  bool isOver_ GUARDED_BY(mutex_) = false;  // the thread runs no task any more
+  std::thread thread_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

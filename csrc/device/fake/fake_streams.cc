@@ -50,7 +50,7 @@ FakeStreams::Graph FakeStreams::finish(const std::shared_ptr<FakeCapture>& captu
 }
 
 DeviceStream FakeStreams::create(int device) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::erase_if(closing_, [](const auto& stream) { return stream->hasEnded(); });
   const DeviceStream made{.device = device, .handle = reinterpret_cast<void*>(++lastStream_)};
   lanes_[{device, made.handle}].stream = std::make_shared<FakeStream>(made, nextQueue(device));
@@ -59,7 +59,7 @@ DeviceStream FakeStreams::create(int device) {
 
 bool FakeStreams::destroy(DeviceStream id) {
   Graph dropped;  // goes after the lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = lanes_.find({id.device, id.handle});
   if (found == lanes_.end() || id.handle == nullptr) return false;
   Lane& lane = found->second;
@@ -75,7 +75,7 @@ bool FakeStreams::destroy(DeviceStream id) {
 
 std::vector<DeviceStream> FakeStreams::list(int device) {
   std::vector<DeviceStream> found;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (const auto& [key, lane] : lanes_) {
     if (key.first == device) found.push_back(lane.stream->id());
   }
@@ -83,13 +83,13 @@ std::vector<DeviceStream> FakeStreams::list(int device) {
 }
 
 bool FakeStreams::isIdle(DeviceStream id) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   return !lane.ok() || (*lane)->stream->isIdle();
 }
 
 Status FakeStreams::add(DeviceStream id, FakeStream::Task&& task) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   if (!(*lane)->capture) return (*lane)->stream->enqueue(std::move(task));
@@ -98,7 +98,7 @@ Status FakeStreams::add(DeviceStream id, FakeStream::Task&& task) {
 }
 
 Status FakeStreams::addNode(DeviceStream id, FakeCapture::Node node) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   if (!(*lane)->capture) return refused("no capture of " + (*lane)->stream->name() + " is on");
@@ -109,20 +109,37 @@ Status FakeStreams::addNode(DeviceStream id, FakeCapture::Node node) {
 Status FakeStreams::synchronize(DeviceStream id) {
   std::shared_ptr<FakeStream> stream;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     const auto lane = find(id);
     if (!lane.ok()) return lane.error();
+    MOONCAKE_TRY(checkWait(**lane));
     stream = (*lane)->stream;
-    if ((*lane)->capture) {
-      (*lane)->capture->spoil("the host was to wait for " + stream->name());
-      return refused("a capture is on, so the work of " + stream->name() + " does not run");
-    }
   }
   return stream->synchronize();
 }
 
+Status FakeStreams::synchronizeDevice(int device) {
+  std::vector<std::shared_ptr<FakeStream>> all;
+  {
+    Lock lock(mutex_);
+    for (const auto& [key, lane] : lanes_) {
+      if (key.first != device) continue;
+      MOONCAKE_TRY(checkWait(lane));
+      all.push_back(lane.stream);
+    }
+  }
+  for (const auto& stream : all) MOONCAKE_TRY(stream->synchronize());
+  return {};
+}
+
+Status FakeStreams::checkWait(const Lane& lane) {
+  if (!lane.capture) return {};
+  lane.capture->spoil("the host was to wait for " + lane.stream->name());
+  return refused("a capture is on, so the work of " + lane.stream->name() + " does not run");
+}
+
 Result<std::shared_ptr<FakeMark>> FakeStreams::mark(DeviceStream id) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   if (const auto& capture = (*lane)->capture)
@@ -133,7 +150,7 @@ Result<std::shared_ptr<FakeMark>> FakeStreams::mark(DeviceStream id) {
 }
 
 Status FakeStreams::await(DeviceStream id, const std::shared_ptr<FakeMark>& mark) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = find(id);
   if (!found.ok()) return found.error();
   Lane& lane = **found;
@@ -154,14 +171,14 @@ Status FakeStreams::await(DeviceStream id, const std::shared_ptr<FakeMark>& mark
 }
 
 void FakeStreams::retain(const std::shared_ptr<void>& object) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (auto& [key, lane] : lanes_) lane.stream->retain(object);
   for (auto& stream : closing_) stream->retain(object);
 }
 
 bool FakeStreams::spoilCaptures(const std::string& call) {
   bool isAny = false;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (auto& [key, lane] : lanes_) {
     if (!lane.capture) continue;
     isAny = true;
@@ -171,14 +188,14 @@ bool FakeStreams::spoilCaptures(const std::string& call) {
 }
 
 Result<bool> FakeStreams::isCapturing(DeviceStream id) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   return (*lane)->capture != nullptr;
 }
 
 Status FakeStreams::beginCapture(DeviceStream id) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   const FakeStream& origin = *(*lane)->stream;
@@ -189,7 +206,7 @@ Status FakeStreams::beginCapture(DeviceStream id) {
 
 Result<uint64_t> FakeStreams::endCapture(DeviceStream id) {
   Graph nodes;  // if they are dropped, they go after the lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   const auto capture = (*lane)->capture;
@@ -204,13 +221,13 @@ Result<uint64_t> FakeStreams::endCapture(DeviceStream id) {
 Status FakeStreams::replay(uint64_t graph, DeviceStream id) {
   std::shared_ptr<const Graph> nodes;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (graph >= graphs_.size()) return refused("there is no graph " + std::to_string(graph));
     nodes = graphs_[graph];
   }
-  std::vector<FakeStream::Task> tasks;  // nodes may have locks under which others come here
+  std::vector<FakeStream::Task> tasks;  // nodes may have locks under which other threads come here
   for (const FakeCapture::Node& node : *nodes) tasks.push_back(node());
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto lane = find(id);
   if (!lane.ok()) return lane.error();
   if ((*lane)->capture) return refused("a capture of " + (*lane)->stream->name() + " is on");
@@ -219,7 +236,7 @@ Status FakeStreams::replay(uint64_t graph, DeviceStream id) {
 }
 
 void FakeStreams::halt() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   // No stream goes on because another one of its queue has been halted.
   for (auto& [key, lane] : lanes_) lane.stream->stop();
   for (auto& stream : closing_) stream->stop();
@@ -230,7 +247,7 @@ void FakeStreams::halt() {
 void FakeStreams::join(Deadline deadline) {
   std::vector<std::shared_ptr<FakeStream>> all;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     for (auto& [key, lane] : lanes_) all.push_back(lane.stream);
     all.insert(all.end(), closing_.begin(), closing_.end());
   }

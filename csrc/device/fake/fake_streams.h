@@ -4,12 +4,12 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 #include "device/fake/fake_capture.h"
@@ -43,6 +43,8 @@ class FakeStreams {
   Status addNode(DeviceStream id, FakeCapture::Node node);
   // Waits for the work so far. A capture that is on is spoiled by that.
   Status synchronize(DeviceStream id);
+  // The same for all streams of list(). A stream that is destroyed meanwhile is waited for, too.
+  Status synchronizeDevice(int device);
   // Marks the point behind the work so far.
   Result<std::shared_ptr<FakeMark>> mark(DeviceStream id);
   // Later work waits for the mark. The stream joins the capture of the mark.
@@ -70,24 +72,26 @@ class FakeStreams {
   };
   using Graph = std::vector<FakeCapture::Node>;
 
-  // All under the lock.
-  std::shared_ptr<FakeQueue> nextQueue(int device);
-  Result<Lane*> find(DeviceStream id);
-  bool isOn(const std::shared_ptr<FakeCapture>& capture) const;
+  std::shared_ptr<FakeQueue> nextQueue(int device) REQUIRES(mutex_);
+  Result<Lane*> find(DeviceStream id) REQUIRES(mutex_);
+  // Fails, and spoils the capture, if one is on.
+  static Status checkWait(const Lane& lane);
+  bool isOn(const std::shared_ptr<FakeCapture>& capture) const REQUIRES(mutex_);
   // Takes all streams out of the capture, and returns its nodes.
-  Graph finish(const std::shared_ptr<FakeCapture>& capture);
+  Graph finish(const std::shared_ptr<FakeCapture>& capture) REQUIRES(mutex_);
 
   struct Queues {
     std::vector<std::shared_ptr<FakeQueue>> all;
     size_t next = 0;
   };
 
-  std::mutex mutex_;            // guards the fields below
-  std::vector<Queues> queues_;  // of each device
-  std::map<std::pair<int, void*>, Lane> lanes_;
-  std::list<std::shared_ptr<FakeStream>> closing_;  // destroyed, and their work still runs
-  uintptr_t lastStream_ = 0;
-  std::vector<std::shared_ptr<const Graph>> graphs_;
+  Mutex mutex_;
+  std::vector<Queues> queues_ GUARDED_BY(mutex_);  // of each device
+  std::map<std::pair<int, void*>, Lane> lanes_ GUARDED_BY(mutex_);
+  // Destroyed, and their work still runs.
+  std::list<std::shared_ptr<FakeStream>> closing_ GUARDED_BY(mutex_);
+  uintptr_t lastStream_ GUARDED_BY(mutex_) = 0;
+  std::vector<std::shared_ptr<const Graph>> graphs_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -9,7 +9,7 @@ namespace mooncake {
 // How an engine leaves, as its own process says.
 struct Farewell {
   enum class How : uint8_t {
-    kDestroyed = 1,  // the job was destroyed on this rank; the others go on without it
+    kDestroyed = 1,  // the job was destroyed on this rank; the other ranks go on without it
     kEnded,          // nothing was destroyed: the program ended, or `why` gives the reason
     kFailed,         // the program ends by an error: do not rely on anything that it did
   };

@@ -21,14 +21,14 @@
 #include "engine/memory/arena.h"
 #include "engine/memory/region_table.h"
 
-// The transport contract. A new wire is a new folder in transports/ that implements Channel,
-// Connecting and Transport, and one line in transports/registry.cc.
+// The transport contract. A new wire is a new folder in wires/ that implements Channel,
+// Connecting and Transport, and one line in wires/registry.cc.
 namespace mooncake {
 
 using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
 
 // A channel that is being opened. Belongs to one thread, which may have many under way: the time
-// goes into the answers of the peers, and those come in parallel.
+// goes into the answers of the peers, which come in parallel.
 class Connecting {
  public:
   virtual ~Connecting() = default;
@@ -51,7 +51,7 @@ struct TransportContext {
   Arena& arena;
   uint64_t life;  // offset of the engine's LifeWord in its arena
   EventLoop& loop;
-  // Loops of the connections that carry bulk data. Empty: the first loop serves those, too.
+  // Loops of the connections that carry bulk data. Empty: the first loop serves them, too.
   std::vector<EventLoop*> dataLoops = {};
   // Returns whether a peer that has proved itself may begin a channel, or make ours again. Called
   // on the loop's thread, right before the peer is welcomed. Null: it may.

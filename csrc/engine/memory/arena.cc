@@ -40,7 +40,10 @@ Result<Fd> createMemfd() {
 Result<std::byte*> mapShared(int fd, size_t bytes) {
   void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
-    return systemError("mmap of an arena of " + std::to_string(bytes) + " bytes", errno);
+    Error error = systemError("mmap of an arena of " + std::to_string(bytes) + " bytes", errno);
+    error.message +=
+        " (raise the limit of address space, ulimit -v, or set MOONCAKE_ARENA_BYTES on all ranks)";
+    return error;
   }
   for (const int advice : {MADV_DONTFORK, MADV_DONTDUMP}) {
     if (::madvise(base, bytes, advice) == 0) continue;
@@ -71,6 +74,7 @@ Result<std::unique_ptr<Arena>> Arena::create(size_t capacity) {
   arena->fd_ = std::move(*fd);
   arena->base_ = *base;
   arena->capacity_ = capacity;
+  const Lock lock(arena->mutex_);
   arena->free_[0] = capacity;
   return arena;
 }
@@ -78,7 +82,7 @@ Result<std::unique_ptr<Arena>> Arena::create(size_t capacity) {
 Arena::~Arena() { ::munmap(base_, capacity_); }
 
 Result<ArenaBlock> Arena::allocate(size_t bytes) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const size_t wanted = bytes <= capacity_ ? roundUp(std::max<size_t>(bytes, 1)) : bytes;
   const auto fits = [&](const auto& range) { return range.second >= wanted; };
   const auto found = std::find_if(free_.begin(), free_.end(), fits);
@@ -88,7 +92,8 @@ Result<ArenaBlock> Arena::allocate(size_t bytes) {
     return Error{ErrorCode::kExhausted, "no room for " + std::to_string(bytes) +
                                             " bytes in an arena of " + std::to_string(capacity_) +
                                             " bytes, " + std::to_string(capacity_ - unused) +
-                                            " in use"};
+                                            " in use. Destroy groups, buffers and shared tensors "
+                                            "that the program does not use any more"};
   }
   const auto [offset, length] = *found;
   free_.erase(found);
@@ -110,7 +115,7 @@ void Arena::release(uint64_t offset, size_t bytes) {
         ": memory is kept until the engine ends");
     std::memset(base_ + offset, 0, bytes);
   }
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto after = free_.lower_bound(offset);
   if (after != free_.end() && offset + bytes == after->first) {
     bytes += after->second;
@@ -150,7 +155,7 @@ std::byte* ArenaBlock::data() const { return arena_->base() + offset_; }
 Result<std::unique_ptr<ArenaMapping>> ArenaMapping::map(Fd memfd, size_t capacity) {
   struct stat info {};
   if (::fstat(memfd.get(), &info) != 0) return systemError("fstat of a peer's arena", errno);
-  // Only memfds and similar files have seals: all others fail here.
+  // Only memfds and similar files have seals: all other files fail here.
   const int seals = ::fcntl(memfd.get(), F_GET_SEALS);
   if (capacity == 0 || seals < 0 || (seals & kSeals) != kSeals || info.st_size < 0 ||
       static_cast<uint64_t>(info.st_size) != capacity) {

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 
 #include "base/fd.h"
+#include "base/mutex.h"
 #include "base/result.h"
 
 namespace mooncake {
@@ -57,14 +57,14 @@ class Arena {
  private:
   friend class ArenaBlock;
   Arena() = default;
-  void release(uint64_t offset, size_t bytes);
+  void release(uint64_t offset, size_t bytes) EXCLUDES(mutex_);
 
   Fd fd_;
   std::byte* base_ = nullptr;
   size_t capacity_ = 0;
   std::atomic<bool> keepsContents_{false};
-  std::mutex mutex_;                   // guards free_
-  std::map<uint64_t, uint64_t> free_;  // offset -> bytes, neighbours merged
+  Mutex mutex_;
+  std::map<uint64_t, uint64_t> free_ GUARDED_BY(mutex_);  // offset -> bytes, neighbours merged
 };
 
 // A peer's arena mapped here, shared, for reading and writing. Stays valid after the peer's death.

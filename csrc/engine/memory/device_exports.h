@@ -17,7 +17,7 @@ class DeviceExports {
  public:
   static constexpr size_t kMostHandleBytes = 64;
 
-  // The handle has at most so many bytes.
+  // The handle has at most kMostHandleBytes.
   void write(size_t entry, const ExportedMemory& memory);
   ExportedMemory read(size_t entry) const;
 

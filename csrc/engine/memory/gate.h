@@ -22,7 +22,7 @@ class Gate {
     // Sequentially consistent: pairs with the doorbell's order.
     if (!(word_.fetch_sub(1, std::memory_order_seq_cst) & kOpen)) left_.ring();
   }
-  // From now on no thread enters; those inside stay.
+  // From now on no thread enters; threads inside stay.
   void shut() { word_.fetch_and(~kOpen, std::memory_order_seq_cst); }
   // Shuts, and waits for the threads inside. They only copy memory, so they leave by themselves.
   void close();

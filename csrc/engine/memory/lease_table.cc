@@ -12,7 +12,7 @@ Result<std::unique_ptr<LeaseTable>> LeaseTable::create(Arena& arena) {
 }
 
 Result<LeaseTable::Lease> LeaseTable::take() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   uint32_t index = used_;
   if (!free_.empty()) {
     index = free_.back();
@@ -46,7 +46,7 @@ void LeaseTable::Lease::end() {
   LeaseTable* table = std::exchange(table_, nullptr);
   if (!table) return;
   table->at(index_).fetch_add(1, std::memory_order_release);
-  std::lock_guard lock(table->mutex_);
+  Lock lock(table->mutex_);
   table->free_.push_back(index_);
 }
 

@@ -3,9 +3,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/memory/arena.h"
 
 namespace mooncake {
@@ -44,7 +44,7 @@ class LeaseTable {
   static Result<std::unique_ptr<LeaseTable>> create(Arena& arena);
 
   // kExhausted: kMost leases are held.
-  Result<Lease> take();
+  Result<Lease> take() EXCLUDES(mutex_);
 
   // `arena` is mapped here. If true, everything that the peer did under the lease happened
   // before.
@@ -66,9 +66,9 @@ class LeaseTable {
   // The words start as zeros and are not released before the engine ends. Each counts the leases
   // that have ended there.
   const ArenaBlock block_;
-  std::mutex mutex_;  // guards all below
-  uint32_t used_ = 0;
-  std::vector<uint32_t> free_;
+  Mutex mutex_;
+  uint32_t used_ GUARDED_BY(mutex_) = 0;
+  std::vector<uint32_t> free_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

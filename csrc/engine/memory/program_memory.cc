@@ -4,9 +4,11 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#include <vector>
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -15,8 +17,8 @@
 namespace mooncake {
 namespace {
 
-// Number of bytes copied after one check of the mapping: a few hundred microseconds.
-constexpr size_t kBytesPerLook = size_t(1) << 20;
+// Number of bytes that one call copies: a few hundred microseconds.
+constexpr size_t kBytesPerCall = size_t(1) << 20;
 
 uintptr_t pageBytes() {
   static const auto bytes = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
@@ -50,6 +52,42 @@ bool kernelPopulates() {
   return answer;
 }
 
+// Copies within kBytesPerCall. The kernel copies, so a page that must not be touched is an error of
+// the call, and not a signal. Returns the number of bytes copied; 0: no byte can be.
+size_t copySome(std::byte* to, const std::byte* from, size_t bytes) {
+  const iovec target{to, bytes}, source{const_cast<std::byte*>(from), bytes};
+  const ssize_t copied = ::process_vm_readv(::getpid(), &target, 1, &source, 1, 0);
+  if (copied >= 0) return static_cast<size_t>(copied);
+  // Some containers forbid the call. Then only a hole in the mapping is seen.
+  if (errno == EFAULT || !isMapped(to, bytes) || !isMapped(from, bytes)) return 0;
+  std::memmove(to, from, bytes);
+  return bytes;
+}
+
+bool copyApart(std::byte* to, const std::byte* from, size_t bytes) {
+  while (bytes > 0) {
+    const size_t copied = copySome(to, from, std::min(bytes, kBytesPerCall));
+    if (copied == 0) return false;
+    to += copied;
+    from += copied;
+    bytes -= copied;
+  }
+  return true;
+}
+
+// The ranges overlap. The side of the source that the target lies on is copied first.
+bool copyOverlapping(std::byte* to, const std::byte* from, size_t bytes) {
+  std::vector<std::byte> held(std::min(bytes, kBytesPerCall));
+  for (size_t done = 0; done < bytes;) {
+    const size_t piece = std::min(held.size(), bytes - done);
+    const size_t at = to < from ? done : bytes - done - piece;
+    if (!copyApart(held.data(), from + at, piece) || !copyApart(to + at, held.data(), piece))
+      return false;
+    done += piece;
+  }
+  return true;
+}
+
 }  // namespace
 
 // MS_ASYNC only walks the mappings, and ENOMEM means a hole among them.
@@ -61,17 +99,11 @@ bool isMapped(const void* address, size_t bytes) {
 }
 
 bool copyIfMapped(void* to, const void* from, size_t bytes) {
-  auto* target = static_cast<std::byte*>(to);
-  auto* source = static_cast<const std::byte*>(from);
-  while (bytes > 0) {
-    const size_t piece = std::min(bytes, kBytesPerLook);
-    if (!isMapped(target, piece) || !isMapped(source, piece)) return false;
-    std::memmove(target, source, piece);
-    target += piece;
-    source += piece;
-    bytes -= piece;
-  }
-  return true;
+  auto* const target = static_cast<std::byte*>(to);
+  auto* const source = static_cast<const std::byte*>(from);
+  const bool areApart =
+      std::less_equal<>()(target + bytes, source) || std::less_equal<>()(source + bytes, target);
+  return areApart ? copyApart(target, source, bytes) : copyOverlapping(target, source, bytes);
 }
 
 Protection protectionOf(const void* address, size_t bytes) {

@@ -72,7 +72,7 @@ Result<MemoryRegion> RegionTable::insert(std::span<std::byte> memory, uint32_t r
                                          MemoryOwner owner,
                                          const std::optional<ExportedMemory>& exported) {
   if (exported) rights |= kExported;
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (freeEntries_.empty()) {
     const size_t made = made_.load(std::memory_order_relaxed);
     if (made == kCapacity) {
@@ -101,7 +101,7 @@ Result<MemoryRegion> RegionTable::insert(std::span<std::byte> memory, uint32_t r
   lock.unlock();
   const uint64_t key = generation << 32 | (index + 1);
   if ((rights & kLasting) != 0) {
-    std::shared_lock watching(watchersMutex_);
+    SharedLock watching(watchersMutex_);
     for (RegionWatcher* watcher : watchers_) watcher->onAdded(key, memory, rights);
   }
   return MemoryRegion(
@@ -142,7 +142,7 @@ void RegionTable::revoke(uint64_t key) {
   const size_t index = indexOf(key);
   Entry& entry = this->entry(index);
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     entry.word.fetch_or(kClosed, std::memory_order_seq_cst);
     mirror(index, 0);
   }
@@ -158,21 +158,21 @@ void RegionTable::revoke(uint64_t key) {
         " is still in transfer to a peer; close its channel to end that");
   }
   if ((entry.rights & kLasting) != 0) {
-    std::shared_lock watching(watchersMutex_);
+    SharedLock watching(watchersMutex_);
     for (RegionWatcher* watcher : watchers_) watcher->onRevoked(key);
   }
   if (generationOf(key) == kLastGeneration) return;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   freeEntries_.push_back(static_cast<uint32_t>(index));
 }
 
 void RegionTable::watch(RegionWatcher& watcher) {
-  std::lock_guard lock(watchersMutex_);
+  Guard lock(watchersMutex_);
   watchers_.push_back(&watcher);
 }
 
 void RegionTable::unwatch(RegionWatcher& watcher) {
-  std::lock_guard lock(watchersMutex_);
+  Guard lock(watchersMutex_);
   std::erase(watchers_, &watcher);
 }
 
@@ -183,7 +183,7 @@ void RegionTable::release(size_t entry) {
 }
 
 Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (mirror_) return mirror_.offset();
   auto block = arena.allocate(sizeof(RegionMirror));  // zeros
   if (!block.ok()) return block.error();
@@ -196,7 +196,7 @@ Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
 }
 
 Result<uint64_t> RegionTable::exportIn(Arena& arena, bool all) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (all) exportsAll_ = true;
   if (exported_) return exported_.offset();
   auto block = arena.allocate(sizeof(DeviceExports));  // zeros
@@ -220,7 +220,7 @@ std::optional<ExportedMemory> RegionTable::exported(void* address, size_t bytes,
   return std::nullopt;
 }
 
-// Called under mutex_. An exchange, so that the owner's later accesses to the memory come after it.
+// An exchange, so that the owner's later accesses to the memory come after it.
 void RegionTable::mirror(size_t entry, uint64_t word) {
   if (!mirror_) return;
   auto* mirror = reinterpret_cast<RegionMirror*>(mirror_.data());

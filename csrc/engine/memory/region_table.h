@@ -5,12 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
-#include <shared_mutex>
 #include <span>
 #include <vector>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "base/wait.h"
 #include "device/memory_owner.h"
@@ -154,16 +153,16 @@ class RegionTable {
 
   // Keeps a mirror in the arena from now on. Returns its offset, always the same one. The arena
   // outlives the table.
-  Result<uint64_t> mirrorIn(Arena& arena);
-  // Lets peers of the host map memory of devices that is registered from now on: that of
-  // addOffered(), and with `all` every other, too. Returns the offset of DeviceExports in the arena,
-  // always the same one.
-  Result<uint64_t> exportIn(Arena& arena, bool all);
+  Result<uint64_t> mirrorIn(Arena& arena) EXCLUDES(mutex_);
+  // Lets peers of the host map memory of devices that is registered from now on: memory of
+  // addOffered(), and with `all` all other memory, too. Returns the offset of DeviceExports in the
+  // arena, always the same one.
+  Result<uint64_t> exportIn(Arena& arena, bool all) EXCLUDES(mutex_);
 
   // Tells the watcher about long-lived regions from now on, on the threads that add and revoke.
   // unwatch() waits for calls under way.
-  void watch(RegionWatcher& watcher);
-  void unwatch(RegionWatcher& watcher);
+  void watch(RegionWatcher& watcher) EXCLUDES(watchersMutex_);
+  void unwatch(RegionWatcher& watcher) EXCLUDES(watchersMutex_);
 
   uint64_t refusals() const { return refusals_.load(std::memory_order_relaxed); }
 
@@ -182,11 +181,11 @@ class RegionTable {
   Entry& entry(size_t index) const {
     return (*blocks_[index / kBlockEntries].load(std::memory_order_acquire))[index % kBlockEntries];
   }
-  void revoke(uint64_t key);
+  void revoke(uint64_t key) EXCLUDES(mutex_);
   void release(size_t entry);
-  void mirror(size_t entry, uint64_t word);
+  void mirror(size_t entry, uint64_t word) REQUIRES(mutex_);
   Result<MemoryRegion> insert(std::span<std::byte> memory, uint32_t rights, MemoryOwner owner,
-                              const std::optional<ExportedMemory>& exported);
+                              const std::optional<ExportedMemory>& exported) EXCLUDES(mutex_);
   std::optional<ExportedMemory> exported(void* address, size_t bytes, const MemoryOwner& owner);
 
   std::array<std::atomic<Block*>, kCapacity / kBlockEntries> blocks_{};
@@ -194,13 +193,13 @@ class RegionTable {
   std::atomic<uint64_t> refusals_{0};
   std::atomic<DeviceExports*> exports_{nullptr};  // in exported_
   std::atomic<bool> exportsAll_{false};
-  std::shared_mutex watchersMutex_;  // guards watchers_, and keeps them alive in calls
-  std::vector<RegionWatcher*> watchers_;
-  Doorbell unused_;   // rung when the last user of a closed entry has left
-  std::mutex mutex_;  // guards the fields below, and adding and closing entries
-  std::vector<uint32_t> freeEntries_;
-  ArenaBlock mirror_;
-  ArenaBlock exported_;
+  SharedMutex watchersMutex_;  // keeps the watchers alive in calls
+  std::vector<RegionWatcher*> watchers_ GUARDED_BY(watchersMutex_);
+  Doorbell unused_;  // rung when the last user of a closed entry has left
+  Mutex mutex_;      // also held while entries are added and closed
+  std::vector<uint32_t> freeEntries_ GUARDED_BY(mutex_);
+  ArenaBlock mirror_ GUARDED_BY(mutex_);
+  ArenaBlock exported_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -138,7 +138,7 @@ Liveness::~Liveness() { stop(); }
 void Liveness::stop() {
   std::map<EngineId, Watched> watched;  // its channels are destroyed without the lock
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     stopping_ = true;
     watched.swap(watched_);
     begun_.notify_all();
@@ -149,7 +149,7 @@ void Liveness::stop() {
 }
 
 Status Liveness::prepare() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (thread_.joinable() || stopping_ || left_) return {};
   auto thread = startThread(
       "mooncake-live", [this] { run(); }, ThreadName::kItsOwn);
@@ -160,7 +160,7 @@ Status Liveness::prepare() {
 
 Status Liveness::begin() {
   MOONCAKE_TRY(prepare());
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   hasBegun_ = true;
   begun_.notify_all();
   return {};
@@ -168,8 +168,8 @@ Status Liveness::begin() {
 
 // Returns false if the engine ends first.
 bool Liveness::awaitBegin() {
-  std::unique_lock lock(mutex_);
-  begun_.wait(lock, [this] { return hasBegun_ || stopping_; });
+  Lock lock(mutex_);
+  begun_.wait(mutex_, [this]() REQUIRES(mutex_) { return hasBegun_ || stopping_; });
   return !stopping_;
 }
 
@@ -188,7 +188,7 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
   const PeerProcess process(life.process);
   // The thread sees the peer at its next beat, so no wake-up is needed for each peer of a new
   // group.
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (stopping_) return;
   const bool isNew = watched_.find(peer) == watched_.end();
   if (isNew && !life.word) ++remotes_;
@@ -202,7 +202,7 @@ void Liveness::watch(const EngineId& peer, const std::shared_ptr<Channel>& chann
 
 void Liveness::unwatch(const EngineId& peer) {
   std::shared_ptr<Channel> last;  // destroyed without the lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   auto found = watched_.extract(peer);
   if (!found) return;
   if (!found.mapped().life.word) --remotes_;
@@ -226,7 +226,7 @@ void Liveness::run() {
     own().beats.fetch_add(1, std::memory_order_release);
     waits.assign(1, waitOn(wakes_, wakes_.load(std::memory_order_acquire)));
     {
-      std::lock_guard lock(mutex_);
+      Lock lock(mutex_);
       if (stopping_) break;
       look(waits, exited);
       silent = takeSilent();
@@ -247,7 +247,6 @@ void Liveness::setPace() {
   own().period.store(static_cast<uint32_t>(period_.count()), std::memory_order_relaxed);
 }
 
-// Called under the lock.
 void Liveness::look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) {
   const auto now = Clock::now();
   const auto passed = std::min<std::chrono::nanoseconds>(now - lastLook_, period_ + kMostLate);
@@ -326,8 +325,8 @@ bool Liveness::isLookDue(Watched& watched, Clock::time_point now) {
   return true;
 }
 
-// Called under the lock. Reports all silent peers together, and waits for those that are nearly
-// silent: a rank that receives nothing any more must be seen to accuse all of its peers at once.
+// Reports all silent peers together, and waits for nearly silent peers:
+// a rank that receives nothing any more must be seen to accuse all of its peers at once.
 std::vector<Liveness::Silent> Liveness::takeSilent() {
   if (left_.load()) return {};  // no peer sends to us any more
   const auto most = options_.failureTimeout;
@@ -348,7 +347,6 @@ std::vector<Liveness::Silent> Liveness::takeSilent() {
   return silent;
 }
 
-// Called under the lock.
 void Liveness::beat(Clock::time_point now) {
   if (remotes_ == 0 || now < nextBeat_) return;
   nextBeat_ = now + beatInterval(options_.failureTimeout, remotes_);

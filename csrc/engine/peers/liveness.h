@@ -2,15 +2,14 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/mutex.h"
 #include "engine/contract/life_word.h"
 #include "engine/contract/transport.h"
 #include "engine/memory/arena.h"
@@ -54,7 +53,7 @@ class Liveness {
   // Before this, no death is seen: neither a peer's here nor ours there. Fails as prepare() does.
   Status begin();
   // From now on a peer that has never shown a sign of life counts as silent, too. Before that it
-  // may still be connecting to others, which comes before its first beat.
+  // may still be connecting to other peers, which comes before its first beat.
   void startSilenceDetection() { expectsSigns_.store(true, std::memory_order_relaxed); }
   // Call it when an operation begins that a death would block. Beats and looks are frequent until
   // 1 s after the last such call, and rare afterwards, because they cost even an idle rank.
@@ -80,8 +79,8 @@ class Liveness {
     PeerLife life;
     PeerProcess process;
     uint64_t sign = 0;
-    // Counts from the first sign on. Before that the peer may still be waiting for others to
-    // connect.
+    // Counts from the first sign on. Before that the peer may still be waiting for other peers
+    // to connect.
     std::chrono::nanoseconds silence{0};
     bool isMarked = false;              // its word is marked; is its process ending?
     Clock::time_point nextLook;         // into /proc, unless it shows a sign before
@@ -95,31 +94,32 @@ class Liveness {
 
   Liveness(ArenaBlock block, Options options);
   LifeWord& own() const { return *reinterpret_cast<LifeWord*>(block_.data()); }
-  bool awaitBegin();
+  bool awaitBegin() EXCLUDES(mutex_);
   void run();
   void setPace();
-  void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited);
+  void look(std::vector<FutexWait>& waits, std::vector<Exited>& exited) REQUIRES(mutex_);
   bool listen(Watched& watched, std::chrono::nanoseconds passed) const;
   std::string confirmEnd(Watched& watched, Clock::time_point now);
   static std::string lookUp(Watched& watched, Clock::time_point now);
   static bool isLookDue(Watched& watched, Clock::time_point now);
-  std::vector<Silent> takeSilent();
-  void beat(Clock::time_point now);
+  std::vector<Silent> takeSilent() REQUIRES(mutex_);
+  void beat(Clock::time_point now) REQUIRES(mutex_);
   void sleep(std::vector<FutexWait>& waits);
 
   const ArenaBlock block_;  // holds our own word
   Options options_;         // constant once the thread runs
-  std::mutex mutex_;        // guards watched_, stopping_, hasBegun_ and the start of thread_
-  std::condition_variable begun_;
-  bool hasBegun_ = false;
-  std::map<EngineId, Watched> watched_;
-  size_t remotes_ = 0;  // number of watched peers whose life words are not mapped
-  bool stopping_ = false;
+  Mutex mutex_;
+  Condition begun_;
+  bool hasBegun_ GUARDED_BY(mutex_) = false;
+  std::map<EngineId, Watched> watched_ GUARDED_BY(mutex_);
+  // Number of watched peers whose life words are not mapped.
+  size_t remotes_ GUARDED_BY(mutex_) = 0;
+  bool stopping_ GUARDED_BY(mutex_) = false;
   std::atomic<bool> left_{false};
   std::atomic<bool> expectsSigns_{false};
   std::atomic<bool> stirred_{true};
   std::atomic<uint32_t> wakes_{0};
-  std::thread thread_;
+  std::thread thread_;  // started under the mutex; only stop() takes it
 
   // Used on the liveness thread only.
   std::chrono::milliseconds period_{0};  // from one look and beat to the next

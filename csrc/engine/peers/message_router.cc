@@ -16,13 +16,13 @@ Bytes MessageRouter::encode(uint64_t topic, ByteView message) {
 
 void MessageRouter::open(uint64_t topic, OnMessage handler) {
   auto shared = std::make_shared<const OnMessage>(std::move(handler));
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const bool caughtUp = firstEarly(topic) == early_.end();
   topics_[topic] = {shared, caughtUp};
   if (caughtUp) return;
   loop_.post([this, topic, shared] {
     Lock lock(mutex_);
-    catchUp(lock, topic, shared);
+    catchUp(topic, shared);
   });
 }
 
@@ -32,14 +32,16 @@ void MessageRouter::close(uint64_t topic) {
   const auto found = topics_.extract(topic);
   if (!found) return;
   last = found.mapped().handler;
-  if (!loop_.onLoopThread()) handled_.wait(lock, [&] { return running_ != last.get(); });
+  if (!loop_.onLoopThread())
+    handled_.wait(mutex_, [&]() REQUIRES(mutex_) { return running_ != last.get(); });
 }
 
 void MessageRouter::closeAll() {
   std::map<uint64_t, Topic> last;
   Lock lock(mutex_);
   last.swap(topics_);
-  if (!loop_.onLoopThread()) handled_.wait(lock, [&] { return running_ == nullptr; });
+  if (!loop_.onLoopThread())
+    handled_.wait(mutex_, [&]() REQUIRES(mutex_) { return running_ == nullptr; });
 }
 
 void MessageRouter::deliver(const EngineId& from, ByteView message) {
@@ -52,17 +54,17 @@ void MessageRouter::deliver(const EngineId& from, ByteView message) {
   if (found != topics_.end() && !found->second.caughtUp) {
     // Deliver the early messages now, not in the posted task: the bound on kept messages is not
     // meant for open topics.
-    catchUp(lock, topic, found->second.handler);
+    catchUp(topic, found->second.handler);
     found = topics_.find(topic);
   }
   if (found != topics_.end() && found->second.caughtUp) {
-    run(lock, found->second.handler, from, message);
+    run(found->second.handler, from, message);
   } else {
     keep(topic, from, message);
   }
 }
 
-void MessageRouter::catchUp(Lock& lock, uint64_t topic, std::shared_ptr<const OnMessage> handler) {
+void MessageRouter::catchUp(uint64_t topic, std::shared_ptr<const OnMessage> handler) {
   for (;;) {
     const auto found = topics_.find(topic);
     if (found == topics_.end() || found->second.handler != handler) return;
@@ -73,19 +75,20 @@ void MessageRouter::catchUp(Lock& lock, uint64_t topic, std::shared_ptr<const On
     }
     const EngineId from = queue->first.second;
     const Early early = takeOldest(queue);
-    run(lock, handler, from, early.message);
+    run(handler, from, early.message);
   }
 }
 
 // The handler is kept alive here, because it may close its own topic.
-void MessageRouter::run(Lock& lock, const std::shared_ptr<const OnMessage>& handler,
-                        const EngineId& from, ByteView message) {
+void MessageRouter::run(const std::shared_ptr<const OnMessage>& handler, const EngineId& from,
+                        ByteView message) {
   std::shared_ptr<const OnMessage> held = handler;
   running_ = held.get();
-  lock.unlock();
-  (*held)(from, message);
-  held.reset();  // before close() returns
-  lock.lock();
+  {
+    const UnlockedScope unlocked(mutex_);
+    (*held)(from, message);
+    held.reset();  // before close() returns
+  }
   running_ = nullptr;
   handled_.notify_all();
 }

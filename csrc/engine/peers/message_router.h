@@ -1,15 +1,14 @@
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "base/event_loop.h"
+#include "base/mutex.h"
 #include "engine/contract/transport.h"
 
 namespace mooncake {
@@ -54,23 +53,23 @@ class MessageRouter {
     std::shared_ptr<const OnMessage> handler;
     bool caughtUp = false;  // no early message waits for it: messages may be delivered directly
   };
-  using Lock = std::unique_lock<std::mutex>;
-  void keep(uint64_t topic, const EngineId& from, ByteView message);
-  Early takeOldest(Queue queue);
-  Queue firstEarly(uint64_t topic);
-  void catchUp(Lock& lock, uint64_t topic, std::shared_ptr<const OnMessage> handler);
-  void run(Lock& lock, const std::shared_ptr<const OnMessage>& handler, const EngineId& from,
-           ByteView message);
+  void keep(uint64_t topic, const EngineId& from, ByteView message) REQUIRES(mutex_);
+  Early takeOldest(Queue queue) REQUIRES(mutex_);
+  Queue firstEarly(uint64_t topic) REQUIRES(mutex_);
+  // Both give the lock back while a handler runs.
+  void catchUp(uint64_t topic, std::shared_ptr<const OnMessage> handler) REQUIRES(mutex_);
+  void run(const std::shared_ptr<const OnMessage>& handler, const EngineId& from, ByteView message)
+      REQUIRES(mutex_);
 
   EventLoop& loop_;
-  std::mutex mutex_;  // guards all below
-  std::condition_variable handled_;
-  std::map<uint64_t, Topic> topics_;
-  const OnMessage* running_ = nullptr;
-  std::map<Sender, std::deque<Early>> early_;  // no queue is empty
-  std::map<uint64_t, Sender> arrivals_;        // of all early messages, by order
-  uint64_t lastArrival_ = 0;
-  size_t earlyBytes_ = 0;
+  Mutex mutex_;
+  Condition handled_;
+  std::map<uint64_t, Topic> topics_ GUARDED_BY(mutex_);
+  const OnMessage* running_ GUARDED_BY(mutex_) = nullptr;
+  std::map<Sender, std::deque<Early>> early_ GUARDED_BY(mutex_);  // no queue is empty
+  std::map<uint64_t, Sender> arrivals_ GUARDED_BY(mutex_);        // of all early messages, by order
+  uint64_t lastArrival_ GUARDED_BY(mutex_) = 0;
+  size_t earlyBytes_ GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace mooncake

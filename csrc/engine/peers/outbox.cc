@@ -19,7 +19,7 @@ Status Outbox::send(Peer& peer, uint64_t topic, ByteView message) {
   if (peer.disconnected) return {ErrorCode::kPeerLost, peer.evidence.detail};
   bool isFirst;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (bytes_ + message.size() > kMostBytes)
       return {ErrorCode::kExhausted, "16 MiB of messages wait for the thread that sends them"};
     isFirst = waiting_.empty();
@@ -37,15 +37,15 @@ Status Outbox::send(Peer& peer, uint64_t topic, ByteView message) {
 }
 
 Outbox::Accepted Outbox::accepted() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return accepted_;
 }
 
 void Outbox::flush() {
-  std::lock_guard sending(sendingMutex_);
+  Lock sending(sendingMutex_);
   std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> due;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     due.swap(waiting_);
     bytes_ = 0;
   }

@@ -1,13 +1,13 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/event_loop.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "engine/peers/peer.h"
 
@@ -34,11 +34,11 @@ class Outbox {
  private:
   EventLoop& loop_;
   const std::string logName_;
-  std::mutex sendingMutex_;   // one flush() at a time, or messages would overtake each other
-  mutable std::mutex mutex_;  // guards the fields below; taken after sendingMutex_
-  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> waiting_;
-  size_t bytes_ = 0;
-  Accepted accepted_;
+  Mutex sendingMutex_;   // one flush() at a time, or messages would overtake each other
+  mutable Mutex mutex_;  // taken after sendingMutex_
+  std::vector<std::pair<std::shared_ptr<Peer>, Bytes>> waiting_ GUARDED_BY(mutex_);
+  size_t bytes_ GUARDED_BY(mutex_) = 0;
+  Accepted accepted_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -16,7 +16,7 @@ constexpr auto kMostPause = std::chrono::milliseconds(100);
 
 void Reconnector::reconnect(const EngineId& peer, Connection connection, const Evidence& how) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (stopped_) return;
     ++count_;
   }
@@ -51,7 +51,7 @@ Reconnector::Broken* Reconnector::find(const EngineId& peer, uint64_t number) {
   const auto found = broken_.find(peer);
   if (found == broken_.end() || found->second.number != number) return nullptr;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (!stopped_) return &found->second;
   }
   forget(peer);
@@ -124,7 +124,7 @@ std::optional<Reconnector::Broken> Reconnector::forget(const EngineId& peer) {
   auto found = broken_.extract(peer);
   if (!found) return std::nullopt;
   loop_.cancel(found.mapped().timer);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   --count_;
   idle_.notify_all();
   return std::move(found.mapped());
@@ -137,7 +137,7 @@ void Reconnector::drop(const EngineId& peer) {
 
 void Reconnector::reconnected(const EngineId& peer) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (stopped_) return;
   }
   std::optional<Evidence> how;
@@ -149,8 +149,8 @@ void Reconnector::reconnected(const EngineId& peer) {
 }
 
 void Reconnector::stop(Clock::duration patience) {
-  std::unique_lock lock(mutex_);
-  idle_.wait_for(lock, patience, [&] { return stopped_ || count_ == 0; });
+  Lock lock(mutex_);
+  idle_.wait_for(mutex_, patience, [&]() REQUIRES(mutex_) { return stopped_ || count_ == 0; });
   stopped_ = true;
   idle_.notify_all();
 }

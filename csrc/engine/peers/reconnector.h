@@ -1,16 +1,15 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 
 #include "base/deadline.h"
 #include "base/event_loop.h"
+#include "base/mutex.h"
 #include "engine/contract/evidence.h"
 #include "engine/contract/transport.h"
 
@@ -66,12 +65,12 @@ class Reconnector {
     bool answered = false;         // something listens at the peer's address
     EventLoop::TimerId timer = 0;  // fires 100 ms after the deadline
   };
-  Broken* find(const EngineId& peer, uint64_t number);
+  Broken* find(const EngineId& peer, uint64_t number) EXCLUDES(mutex_);
   void connect(const EngineId& peer, uint64_t number);
   void askAfter(const EngineId& peer, uint64_t number);
   void connectLater(const EngineId& peer, uint64_t number);
   void giveUp(const EngineId& peer, uint64_t number, Evidence::Kind kind, const std::string& why);
-  std::optional<Broken> forget(const EngineId& peer);
+  std::optional<Broken> forget(const EngineId& peer) EXCLUDES(mutex_);
   std::string inTime() const;
 
   EventLoop& loop_;
@@ -81,10 +80,10 @@ class Reconnector {
                                            // arrives before the next one
   uint64_t lastNumber_ = 0;
 
-  std::mutex mutex_;  // guards count_ and stopped_
-  std::condition_variable idle_;
-  size_t count_ = 0;  // size of broken_
-  bool stopped_ = false;
+  Mutex mutex_;
+  Condition idle_;
+  size_t count_ GUARDED_BY(mutex_) = 0;  // size of broken_
+  bool stopped_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake

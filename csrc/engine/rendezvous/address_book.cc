@@ -1,13 +1,17 @@
 #include "engine/rendezvous/address_book.h"
 
 #include "base/crypto.h"
+#include "base/rank_list.h"
 
 namespace mooncake {
 namespace {
 
 // A member publishes:  nonce [32]  bytes value
+// and appends its rank to the list of arrived ranks:  u32 rank
 // Rank 0 confirms:     the nonces of all, in rank order
 constexpr size_t kMostValue = 1 << 20;
+// Time for the list of ranks that have come. A store that is silent has held us up for long enough.
+constexpr auto kListComes = std::chrono::seconds(1);
 // Time for the store to answer a request for a key that it has.
 constexpr auto kStoreAnswers = std::chrono::seconds(5);
 
@@ -19,12 +23,22 @@ ByteView viewOf(const std::string& text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
-// Names the ranks that have not come, or returns the store's own error.
+std::string arrivalsKey(const std::string& what) { return what + "/arrived"; }
+
+// Names the ranks that have not come, or returns the store's own error. Asks for the list instead of
+// each member's key: all members come here at once, and the store would have to answer the square of
+// their number.
 Error whoIsMissing(Store& store, const std::string& what, int rank, int size, const Error& why) {
-  std::string missing;
+  const auto arrivals = store.get({arrivalsKey(what)}, Deadline::after(kListComes));
+  if (!arrivals.ok()) return why;
+  std::vector<bool> isHere(static_cast<size_t>(size));
+  for (ByteReader in(arrivals->front()); in.left() >= sizeof(uint32_t);) {
+    const auto r = in.get<uint32_t>();
+    if (r < isHere.size()) isHere[r] = true;
+  }
+  std::vector<int> missing;
   for (int r = 0; r < size; ++r) {
-    const auto there = store.present(memberKey(what, r));
-    if (there.ok() && !*there) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    if (!isHere[size_t(r)]) missing.push_back(r);
   }
   const std::string stale =
       rank == 0 ? "" : ". What the store holds may come from an earlier attempt";
@@ -33,7 +47,7 @@ Error whoIsMissing(Store& store, const std::string& what, int rank, int size, co
     return {ErrorCode::kTimeout,
             "rank 0 did not confirm in time that all ranks are there (is it alive?)" + stale};
   }
-  return {ErrorCode::kTimeout, "rank(s) " + missing + " of " + std::to_string(size) +
+  return {ErrorCode::kTimeout, nameRanks(missing) + " of " + std::to_string(size) +
                                    " did not come to make the group in time (are they alive, and "
                                    "do they make the same groups in the same order?)" +
                                    stale};
@@ -45,6 +59,8 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
                                     ByteView mine, Deadline deadline) {
   const Nonce nonce = Crypto::randomNonce();
   MOONCAKE_TRY(store.set(memberKey(what, rank), ByteWriter().putRaw(nonce).putBytes(mine).bytes()));
+  // Only an error needs the list, and a store of the program's may know no such request.
+  (void)store.append(arrivalsKey(what), ByteWriter().put(static_cast<uint32_t>(rank)).bytes());
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(memberKey(what, r));
   const std::string confirmation = what + "/confirmed";

@@ -14,8 +14,8 @@ namespace mooncake {
 Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int rank, int size,
                                     ByteView mine, Deadline deadline);
 
-// Called by a member that could not make its group. Tells the others, which otherwise see only that
-// it is gone. Returns `own`, extended by the first member's report if `own` may be only a
+// Called by a member that could not make its group. Tells the other members, which otherwise see
+// only that it is gone. Returns `own`, extended by the first member's report if `own` may be only a
 // consequence.
 Error tellFailure(Store& store, int rank, Error own);
 

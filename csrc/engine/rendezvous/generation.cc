@@ -110,6 +110,10 @@ Status Generation::set(const std::string& key, ByteView value) {
   return store_.set(keyOf(key), value);
 }
 
+Status Generation::append(const std::string& key, ByteView value) {
+  return store_.append(keyOf(key), value);
+}
+
 Result<std::vector<Bytes>> Generation::get(const std::vector<std::string>& keys,
                                            Deadline deadline) {
   std::vector<std::string> ours;

@@ -13,8 +13,8 @@ namespace mooncake {
 // agent's store, a process may come back to it, a file stays. An earlier attempt may have been
 // killed at any point, so its keys may remain, and must not be taken for answers. Hence every
 // attempt has keys of its own. Rank 0 begins it with a number that never comes again, and the
-// others find that number. If a rank finds the previous attempt, because rank 0 is not there yet,
-// the exchange fails (see exchange()). It then looks again and joins the next attempt.
+// other ranks find that number. If a rank finds the previous attempt, because rank 0 is not there
+// yet, the exchange fails (see exchange()). It then looks again and joins the next attempt.
 //
 // As a Store, it holds the keys of this attempt.
 class Generation final : public Store {
@@ -33,6 +33,7 @@ class Generation final : public Store {
   Status awaitSuccessor(Deadline deadline);
 
   Status set(const std::string& key, ByteView value) override;
+  Status append(const std::string& key, ByteView value) override;
   // kInterrupted: rank 0 has begun another attempt.
   Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override;
   Result<bool> present(const std::string& key) override;

@@ -15,7 +15,9 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual Status set(const std::string& key, ByteView value) = 0;
-  // Waits for all keys. kTimeout: a key did not come in time; present() tells which one.
+  // Adds to the end of the key's value, which is empty at first.
+  virtual Status append(const std::string& key, ByteView value) = 0;
+  // Waits for all keys. kTimeout: a key did not come in time.
   virtual Result<std::vector<Bytes>> get(const std::vector<std::string>& keys,
                                          Deadline deadline) = 0;
   virtual Result<bool> present(const std::string& key) = 0;

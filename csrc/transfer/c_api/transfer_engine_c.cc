@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/mutex.h"
 #include "transfer/protocol.h"
 #include "transfer/topology.h"
 #include "transfer/transfer_engine.h"
@@ -15,14 +16,14 @@
 namespace {
 
 using namespace mooncake;            // this file only translates between C and C++
-using namespace mooncake::transfer;  // the names below are those of the C API
+using namespace mooncake::transfer;  // the names below are the C API's
 
 // Object behind a transfer_engine_t. The engine is made once its protocol is known.
 struct Handle {
   TransferEngineOptions options;
-  std::mutex mutex;  // guards all below
-  std::shared_ptr<TransferEngine> engine;
-  bool isUninstalled = false;  // since the last installTransport()
+  Mutex mutex;
+  std::shared_ptr<TransferEngine> engine GUARDED_BY(mutex);
+  bool isUninstalled GUARDED_BY(mutex) = false;  // since the last installTransport()
 };
 
 constexpr const char* kWho = "transfer engine";
@@ -38,7 +39,7 @@ std::string textOf(const char* text) { return text ? text : ""; }
 std::shared_ptr<TransferEngine> engineOf(transfer_engine_t handle) {
   if (!handle) return nullptr;
   auto* own = static_cast<Handle*>(handle);
-  std::lock_guard lock(own->mutex);
+  Lock lock(own->mutex);
   if (!own->engine) (void)fail(kInvalid, "a call before installTransport()");
   return own->engine;
 }
@@ -47,13 +48,13 @@ std::shared_ptr<TransferEngine> engineOf(transfer_engine_t handle) {
 bool hasLetGo(transfer_engine_t handle) {
   if (!handle) return false;
   auto* own = static_cast<Handle*>(handle);
-  std::lock_guard lock(own->mutex);
+  Lock lock(own->mutex);
   return own->isUninstalled;
 }
 
 // Makes the engine at the first call. Returns whether it exists with this protocol.
 bool install(Handle& handle, const std::string& protocol, const std::string& devices = "") {
-  std::lock_guard lock(handle.mutex);
+  Lock lock(handle.mutex);
   if (handle.engine) {
     if (handle.engine->protocol() == protocol) return true;
     (void)fail(kInvalid, "protocol \"" + protocol + "\" cannot be installed beside \"" +
@@ -111,13 +112,13 @@ char* copyOf(const std::string& text) {
 }
 
 // Engines that say goodbye to their peers when the program exits.
-std::mutex gracefulMutex;
-std::vector<std::weak_ptr<TransferEngine>>& graceful() {
+Mutex gracefulMutex;
+std::vector<std::weak_ptr<TransferEngine>>& graceful() REQUIRES(gracefulMutex) {
   static std::vector<std::weak_ptr<TransferEngine>> all;
   return all;
 }
 void closeGraceful() {
-  std::lock_guard lock(gracefulMutex);
+  Lock lock(gracefulMutex);
   for (const auto& one : graceful()) {
     if (const auto engine = one.lock()) engine->close();
   }
@@ -174,7 +175,7 @@ int uninstallTransport(transfer_engine_t engine, const char* proto) {
     return fail(kInvalid, "protocol \"" + textOf(proto) + "\" is not installed");
   own->close();
   auto* handle = static_cast<Handle*>(engine);
-  std::lock_guard lock(handle->mutex);
+  Lock lock(handle->mutex);
   handle->engine.reset();
   handle->isUninstalled = true;
   return kGood;
@@ -342,10 +343,11 @@ void enableGracefulShutdown(transfer_engine_t engine) {
   if (!own) return;
   static std::once_flag once;
   std::call_once(once, [] {
+    Lock lock(gracefulMutex);
     (void)graceful();
     std::atexit(&closeGraceful);
   });
-  std::lock_guard lock(gracefulMutex);
+  Lock lock(gracefulMutex);
   graceful().push_back(own);
 }
 

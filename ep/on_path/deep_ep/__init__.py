@@ -3,7 +3,7 @@
 
 import torch
 
-from mooncake.ep import (
+from mooncake_backend.ep import (
     Buffer,
     Config,
     ElasticBuffer,

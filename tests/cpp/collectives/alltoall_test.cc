@@ -3,8 +3,8 @@
 #include <latch>
 
 #include "collectives/collectives.h"
-#include "engine/stream/wire.h"
 #include "ranks_in_threads.h"
+#include "wires/stream/wire.h"
 
 namespace mooncake::test {
 namespace {

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 #include <vector>
 
-#include "collectives/peer/allocation_exchange.h"
+#include "peers/allocation_exchange.h"
 
 namespace mooncake {
 
@@ -22,6 +22,11 @@ TEST(HostsOfRanks, RanksThatReachOthersThanTheirPeersAreApart) {
   EXPECT_EQ(groupByHost(Ranks{0b011, 0b111, 0b110}), (Ranks{0b001, 0b010, 0b100}));
   // A rank that does not name itself.
   EXPECT_EQ(groupByHost(Ranks{0b10, 0b10}), (Ranks{0b01, 0b10}));
+}
+
+TEST(HostsOfRanks, ALostRankIsOnNone) {
+  EXPECT_EQ(groupByHost(Ranks{0, 0b110, 0b110}), (Ranks{0, 0b110, 0b110}));
+  EXPECT_EQ(groupByHost(Ranks{0b0001, 0, 0b1100, 0b1100}), (Ranks{0b0001, 0, 0b1100, 0b1100}));
 }
 
 TEST(HostsOfRanks, EveryRankIsOnOneHost) {

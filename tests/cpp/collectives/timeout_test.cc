@@ -161,7 +161,7 @@ TEST(TimeoutTest, ARankThatNeverComesIsNamedWhenTheGroupIsMade) {
                              Deadline::after(std::chrono::milliseconds(50)));
   ASSERT_FALSE(group.ok());
   EXPECT_EQ(group.error().code, ErrorCode::kTimeout);
-  EXPECT_NE(group.error().message.find("rank(s) 1, 2 of 3"), std::string::npos)
+  EXPECT_NE(group.error().message.find("ranks 1, 2 of 3"), std::string::npos)
       << group.error().message;
 }
 

@@ -169,10 +169,27 @@ TEST_F(CudaAcceleratorTest, TheKindOfMemoryIsKnownWithoutAContext) {
   EXPECT_EQ(valueOf(cuda->placeOf(at(0x40000))).kind, MemoryKind::kHost);
   EXPECT_EQ(valueOf(cuda->placeOf(at(0x40000))).device, -1);
   EXPECT_EQ(driver.take(), Calls(6, "cuPointerGetAttributes in -"));
-  driver.results["cuPointerGetAttributes"] = CUDA_ERROR_INVALID_CONTEXT;  // no context at all
-  EXPECT_EQ(valueOf(cuda->placeOf(at(0x40000))).kind, MemoryKind::kHost);
   driver.results["cuPointerGetAttributes"] = CUDA_ERROR_DEINITIALIZED;
   EXPECT_EQ(cuda->placeOf(at(0x40000)).status().code(), ErrorCode::kSystem);
+}
+
+// A driver may answer only threads with a current context.
+TEST_F(CudaAcceleratorTest, AThreadWithoutAContextLearnsTheKindOfMemory) {
+  driver.needsContext = {"cuPointerGetAttributes"};
+  driver.take();
+  EXPECT_EQ(valueOf(cuda->placeOf(at(kMemory))).kind, MemoryKind::kHost);  // no context at all
+  EXPECT_EQ(driver.countOf("cuDevicePrimaryCtxRetain"), 0);
+  use(1);
+  EXPECT_EQ(valueOf(cuda->placeOf(at(kMemory))).kind, MemoryKind::kDevice);
+  EXPECT_EQ(valueOf(cuda->placeOf(at(0x40000))).kind, MemoryKind::kHost);
+  EXPECT_EQ(cuda->exportMemory(at(0x40000)).status().code(), ErrorCode::kUnsupported);
+  EXPECT_TRUE(driver.stack.empty());
+  EXPECT_EQ(driver.active, std::set{1});
+  // The answer within a context is final.
+  driver.results["cuPointerGetAttributes"] = CUDA_ERROR_INVALID_CONTEXT;
+  EXPECT_EQ(cuda->placeOf(at(kMemory)).status().code(), ErrorCode::kSystem);
+  driver.results = {{"cuCtxGetCurrent", CUDA_ERROR_DEINITIALIZED}};
+  EXPECT_EQ(cuda->placeOf(at(kMemory)).status().code(), ErrorCode::kSystem);
 }
 
 TEST_F(CudaAcceleratorTest, ACopyOfNothingAsksTheDriverForNothing) {

@@ -98,6 +98,18 @@ TEST_F(FakeDevicesTest, StreamsAreListedWithTheDefaultOneFirst) {
   EXPECT_EQ(devices->streams(0).size(), 1u);
 }
 
+TEST_F(FakeDevicesTest, ADeviceIsSynchronizedWhileAStreamGoes) {
+  Gate gate;
+  const DeviceStream other = valueOf(devices->createStream(0));
+  EXPECT_OK(devices->enqueue(stream, [&] {
+    gate.future.wait();
+    devices->destroyStream(other);
+  }));
+  EXPECT_OK(devices->inject({.call = "synchronize", .block = [&] { gate.open(); }}));
+  EXPECT_OK(devices->synchronizeDevice(0));
+  EXPECT_EQ(devices->streams(0).size(), 1u);
+}
+
 TEST_F(FakeDevicesTest, AStreamKeepsItsPriority) {
   const DeviceStream high = valueOf(devices->createStream(0, StreamPriority::kHigh)),
                      normal = valueOf(devices->createStream(0));
@@ -432,6 +444,10 @@ TEST_F(FakeDevicesTest, AnEventFromOutsideSpoilsACapture) {
 TEST_F(FakeDevicesTest, AWaitOfTheHostSpoilsACapture) {
   EXPECT_OK(devices->beginCapture(stream));
   EXPECT_EQ(devices->synchronize(stream).code(), ErrorCode::kInvalidArgument);
+  EXPECT_FALSE(devices->endCapture(stream).ok());
+  EXPECT_OK(devices->beginCapture(stream));
+  EXPECT_EQ(devices->synchronizeDevice(0).code(), ErrorCode::kInvalidArgument);
+  EXPECT_OK(devices->synchronizeDevice(1));
   EXPECT_FALSE(devices->endCapture(stream).ok());
   EXPECT_OK(devices->synchronize(stream));
 }

@@ -10,9 +10,9 @@
 #include <thread>
 #include <unistd.h>
 
+#include "base/unix_socket.h"
 #include "device/accelerator_suite.h"
 #include "device/fake/fake_devices.h"
-#include "engine/local/unix_socket.h"
 #include "forked_ranks.h"
 
 namespace mooncake::testing {

@@ -10,11 +10,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "base/unix_socket.h"
 #include "child_process.h"
 #include "device/accelerator_suite.h"
 #include "device/kernel_launch.h"
 #include "device/peer_memory.h"
-#include "engine/local/unix_socket.h"
 #include "kernels/probe.h"
 
 // Tests of kernels and of memory that processes share, which every accelerator with devices must

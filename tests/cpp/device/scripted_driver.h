@@ -78,6 +78,7 @@ class ScriptedDriver {
   std::map<std::string, CUresult> results;  // of functions that fail
   int version = 13000;                      // of CUDA, 1000 * major + 10 * minor
   std::set<std::string> missing;            // functions that symbol() does not find
+  std::set<std::string> needsContext;       // functions that fail if no context is current
   std::set<int> unnamed = {4711};           // errors that the driver does not know
   std::map<CUdeviceptr, Memory> memory;
   int greatestPriority = -5;  // of streams
@@ -136,7 +137,9 @@ class ScriptedDriver {
     const uintptr_t current = stack.empty() ? 0 : reinterpret_cast<uintptr_t>(stack.back());
     calls.push_back(function + " in " + (current == 0 ? "-" : std::to_string(current - 1)));
     const auto found = results.find(function);
-    return found == results.end() ? CUDA_SUCCESS : found->second;
+    if (found != results.end()) return found->second;
+    return stack.empty() && needsContext.contains(function) ? CUDA_ERROR_INVALID_CONTEXT
+                                                            : CUDA_SUCCESS;
   }
   void fill();
   void fillKernels();
@@ -223,6 +226,8 @@ inline void ScriptedDriver::fill() {
   };
   table.cuPointerGetAttributes = [](unsigned count, CUpointer_attribute* wanted, void** values,
                                     CUdeviceptr address) {
+    const CUresult result = self()->called("cuPointerGetAttributes");
+    if (result != CUDA_SUCCESS) return result;
     auto after = self()->memory.upper_bound(address);
     const Memory* found = nullptr;
     if (after != self()->memory.begin() && address - (--after)->first < after->second.bytes)
@@ -238,7 +243,7 @@ inline void ScriptedDriver::fill() {
       }
       std::memcpy(values[i], &value, sizeof(value));
     }
-    return self()->called("cuPointerGetAttributes");
+    return result;
   };
   table.cuMemHostAlloc = [](void** start, size_t bytes, unsigned flags) {
     const CUresult result = self()->called("cuMemHostAlloc");

@@ -10,7 +10,7 @@ bool areSame(const EngineEnv& a, const EngineEnv& b) {
          a.failureTimeout == b.failureTimeout && a.tcpConnections == b.tcpConnections &&
          a.crossMemoryAttach == b.crossMemoryAttach && a.mapsDeviceMemory == b.mapsDeviceMemory &&
          a.peerMessages == b.peerMessages && a.proxyThreads == b.proxyThreads &&
-         a.simSeed == b.simSeed;
+         a.arenaBytes == b.arenaBytes && a.simSeed == b.simSeed;
 }
 
 class EngineEnvTest : public test::EnvTest<EngineEnv> {};
@@ -25,6 +25,7 @@ const test::Values kGood = {
     {"MOONCAKE_CUDA_IPC", "1"},
     {"MOONCAKE_PEER_MESSAGES", "1048576"},
     {"MOONCAKE_PROXY_THREADS", "3"},
+    {"MOONCAKE_ARENA_BYTES", "67108864"},
     {"MOONCAKE_SIM_SEED", "7"},
 };
 
@@ -43,6 +44,7 @@ TEST_F(EngineEnvTest, ReadsTheValues) {
   EXPECT_TRUE(env->mapsDeviceMemory);
   EXPECT_EQ(env->peerMessages, size_t{1} << 20);
   EXPECT_EQ(env->proxyThreads, 3u);
+  EXPECT_EQ(env->arenaBytes, size_t{64} << 20);
   EXPECT_EQ(env->simSeed, 7u);
 }
 
@@ -61,6 +63,8 @@ TEST_F(EngineEnvTest, ErrorsNameVariableValueAndWhatIsAllowed) {
   expectRefused("MOONCAKE_CUDA_IPC", "yes");
   expectRefused("MOONCAKE_PEER_MESSAGES", "1M");
   expectRefused("MOONCAKE_PROXY_THREADS", "65");
+  for (const char* value : {"64G", "67108863", "70368744177665"})
+    expectRefused("MOONCAKE_ARENA_BYTES", value);
 }
 
 TEST_F(EngineEnvTest, AShortKeyIsRefusedAndStandsInNoMessage) {

@@ -100,7 +100,45 @@ TEST(Generation, WhoNeverComesIsNamed) {
   const auto generation = join(store, 0);
   const auto all = exchange(*generation, "members", 0, 3, bytesOf("here"), atOnce());
   ASSERT_FALSE(all.ok());
-  EXPECT_NE(all.error().message.find("rank(s) 1, 2 of 3"), std::string::npos);
+  EXPECT_NE(all.error().message.find("ranks 1, 2 of 3"), std::string::npos);
+}
+
+class CountingStore final : public MemoryStore {
+ public:
+  Status set(const std::string& key, ByteView value) override {
+    ++requests;
+    return MemoryStore::set(key, value);
+  }
+  Status append(const std::string& key, ByteView value) override {
+    ++requests;
+    return MemoryStore::append(key, value);
+  }
+  Result<std::vector<Bytes>> get(const std::vector<std::string>& keys, Deadline deadline) override {
+    ++requests;
+    return MemoryStore::get(keys, deadline);
+  }
+  Result<bool> present(const std::string& key) override {
+    ++requests;
+    return MemoryStore::present(key);
+  }
+
+  int requests = 0;
+};
+
+TEST(Generation, TheMissingRanksAreNamedByOneRequest) {
+  constexpr int kSize = 512;
+  CountingStore store;
+  for (const int come : {7, 8, 9, 0}) {
+    store.requests = 0;
+    const auto all = exchange(store, "members", come, kSize, bytesOf("here"), atOnce());
+    ASSERT_FALSE(all.ok());
+    // It sets its key, appends its rank, awaits the keys, and asks for the ranks that have come.
+    EXPECT_EQ(store.requests, 4);
+    const std::string missing = come == 7 ? "ranks 0-6, 8-511" : "ranks 0-6, ";
+    const std::string& text = all.error().message;
+    EXPECT_TRUE(text.starts_with(come == 0 ? "ranks 1-6, 10-511 of 512 did not come" : missing))
+        << text;
+  }
 }
 
 TEST(Generation, AKeyOnRankZeroAloneIsRefused) {

@@ -11,10 +11,10 @@
 #include "collectives/point_to_point.h"
 #include "collectives/rma_window.h"
 #include "engine/engine.h"
-#include "engine/transports/tcp/tcp_transport.h"
 #include "ranks_in_threads.h"
 #include "socket_breaker.h"
 #include "wire_end.h"
+#include "wires/tcp/tcp_transport.h"
 
 namespace mooncake::test {
 namespace {

@@ -22,9 +22,9 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "collectives/collectives.h"
-#include "engine/transports/sim/sim_transport.h"
 #include "ep/calls.h"
 #include "forked_ranks.h"
+#include "wires/sim/sim_transport.h"
 
 namespace mooncake::test {
 namespace {

@@ -61,11 +61,7 @@ class FlushAgentTest : public ::testing::Test {
     for (int r = 0; r < group(rank).size(); ++r) everybody.push_back(r);
     agents_.push_back(std::make_shared<FlushAgent>(
         group(rank), *group(rank).membership(),
-        FlushAgent::Options{.group = "test",
-                            .rank = rank,
-                            .jobRanks = everybody,
-                            .topic = topic,
-                            .nameRank = [](int r) { return "rank " + std::to_string(r); }}));
+        FlushAgent::Options{.group = "test", .rank = rank, .jobRanks = everybody, .topic = topic}));
     agents_.back()->start();
   }
 

@@ -5,9 +5,9 @@
 #include <gtest/gtest.h>
 
 #include "collectives/collectives.h"
-#include "engine/transports/sim/sim_transport.h"
 #include "ep/calls.h"
 #include "ranks_in_threads.h"
+#include "wires/sim/sim_transport.h"
 
 namespace mooncake::test {
 namespace {
@@ -45,7 +45,8 @@ class Expert {
     EXPECT_TRUE(landing.ok());
     landing_ = std::move(*landing);
     auto hosts = ep::Hosts::meet(
-        group, {.sendBytes = layout.sendBytes(), .region = landing_.remote()}, soon());
+        group, ep::Hosts::Memory{.sendBytes = layout.sendBytes(), .region = landing_.remote()},
+        soon());
     EXPECT_TRUE(hosts.ok());
     memory_.reset(new ep::Memory{group, *block, layout, std::move(*hosts)});
   }

@@ -39,17 +39,17 @@ TEST_P(GroupState, NamesWhoHasNotCalled) {
     if (group.rank() == 2) {
       EXPECT_TRUE(eventually([&] {
         text = describeState(group);
-        return text.find("rank 0, rank 1 began all_reduce #3") != std::string::npos;
+        return text.find("ranks 0, 1 began all_reduce #3") != std::string::npos;
       })) << text;
       EXPECT_TRUE(says(text,
-                       "rank 2 is in no operation, the last one that it ended is #2; rank 0, "
-                       "rank 1 began all_reduce #3, which it has not called\n"));
+                       "rank 2 is in no operation, the last one that it ended is #2; ranks 0, 1 "
+                       "began all_reduce #3, which it has not called\n"));
     } else {
       // Ranks that have called are not named.
       EXPECT_TRUE(eventually([&] {
         text = describeState(group);
         return says(text, " waits in all_reduce #3 for rank 2, which has not called it") &&
-               says(text, "rank 2's last ended operation is #" +
+               says(text, "the last ended operation of rank 2 is #" +
                               std::string(isMapped ? "2\n" : "1 at least\n"));
       })) << text;
       EXPECT_TRUE(says(text, "epoch 1, attempt 0.0, not frozen"));

@@ -67,8 +67,9 @@ class JobBegin : public testing::TestWithParam<const char*> {
         options.jobKey = Bytes(32, std::byte{7});
         auto engine = Engine::create(std::move(options));
         ASSERT_TRUE(engine.ok()) << engine.error().message;
-        const auto meet = [&](const Bytes& mine) -> Result<std::vector<Bytes>> {
-          auto all = exchange(store, "members", rank, size, mine, deadline);
+        const auto meet = [&](const Result<Bytes>& mine) -> Result<std::vector<Bytes>> {
+          if (!mine.ok()) return mine.error();
+          auto all = exchange(store, "members", rank, size, *mine, deadline);
           if (all.ok() && !heard(rank, *all)) return Error{ErrorCode::kAborted, "ended"};
           return all;
         };
@@ -94,6 +95,32 @@ class JobBegin : public testing::TestWithParam<const char*> {
     }
   }
 };
+
+TEST(JobBeginWithoutMemory, SaysHowManyGroupsFitAndWhatToDo) {
+  EngineOptions made{.env = envOf({.size = 1, .transports = {"shm"}}), .arenaBytes = 4 << 20};
+  made.jobKey = Bytes(32, std::byte{7});
+  auto engine = Engine::create(std::move(made));
+  ASSERT_TRUE(engine.ok()) << engine.error().message;
+  std::vector<std::unique_ptr<Group>> groups;
+  for (;;) {
+    MemoryStore store;
+    const Deadline deadline = Deadline::after(std::chrono::minutes(1));
+    auto group = Group::create(*engine, store, {.name = "test", .size = 1}, deadline);
+    if (group.ok()) {
+      groups.push_back(std::move(*group));
+      continue;
+    }
+    EXPECT_EQ(group.error().code, ErrorCode::kExhausted);
+    const std::string& text = group.error().message;
+    for (const std::string part :
+         {std::string("group 'test' cannot be made on rank 0: no room for"),
+          std::string("an arena of 4194304 bytes"), std::string("Destroy groups"),
+          "so " + std::to_string(groups.size()) + " fit", std::string("MOONCAKE_EAGER_BYTES")})
+      EXPECT_NE(text.find(part), std::string::npos) << part << " in " << text;
+    break;
+  }
+  EXPECT_FALSE(groups.empty());
+}
 
 TEST_P(JobBegin, ARankThatFailsOnceItIsConnectedFailsAllAndIsNamed) {
   for (const bool raises : {false, true}) {

@@ -19,8 +19,7 @@ FlushMachine machineOf(int rank, int size, bool raises = false) {
                        .size = size,
                        .raises = raises,
                        .mostRounds = 3,
-                       .resend = kResend,
-                       .nameRank = [](int r) { return "rank " + std::to_string(r); }});
+                       .resend = kResend});
 }
 
 template <typename Action>
@@ -170,6 +169,17 @@ TEST(FlushMachine, ARankThatStaysGetsTheLeaveReports) {
   ASSERT_EQ(told.size(), 1u);
   EXPECT_EQ(told[0].message.kind, Kind::kLeft);
   EXPECT_TRUE(std::ranges::find(told[0].to, 3) != told[0].to.end());
+}
+
+// A member that leaves waits for other members no longer than its deadline.
+TEST(FlushMachine, AnOperationThatALeaverHasEndedIsStillAwaited) {
+  FlushMachine machine = machineOf(0, 2);
+  machine.hasEnded(1);
+  machine.received(1, {.kind = Kind::kLeft, .report = {.from = 1, .ended = 2, .stoppedAt = 3}},
+                   kNow);
+  EXPECT_FALSE(machine.doAllLeave());
+  machine.hasEnded(2);
+  EXPECT_TRUE(machine.doAllLeave());
 }
 
 // Its operation may have ended here only because of an abort that the other ranks do not know of.

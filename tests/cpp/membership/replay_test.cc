@@ -260,15 +260,14 @@ class FlushReplay {
   static constexpr auto kResend = std::chrono::milliseconds(50);
 
   void make(int me, uint32_t lostBefore) {
-    ranks_[size_t(me)].machine = std::make_unique<FlushMachine>(
-        FlushMachine::Options{.group = "replay",
-                              .rank = me,
-                              .size = size_,
-                              .raises = raises_,
-                              .lostBefore = lostBefore,
-                              .mostRounds = 100,
-                              .resend = kResend,
-                              .nameRank = [](int r) { return "rank " + std::to_string(r); }});
+    ranks_[size_t(me)].machine =
+        std::make_unique<FlushMachine>(FlushMachine::Options{.group = "replay",
+                                                             .rank = me,
+                                                             .size = size_,
+                                                             .raises = raises_,
+                                                             .lostBefore = lostBefore,
+                                                             .mostRounds = 100,
+                                                             .resend = kResend});
   }
   FlushMachine& machine(int me) {
     Rank& rank = ranks_[size_t(me)];

@@ -2,8 +2,8 @@
 #include <thread>
 
 #include "device/fake/fake_devices.h"
-#include "engine/transports/sim/sim_transport.h"
 #include "proxy_ranks.h"
+#include "wires/sim/sim_transport.h"
 
 // Commands that network cards carry out, into memory of a device that does not order their bytes.
 namespace mooncake::proxy {

@@ -201,6 +201,10 @@ TEST(NameKeeper, ANameIsTakenOverFromAnEngineThatDoesNotAnswerForIt) {
   };
   NameRecord older = recordOf(2);
   older.incarnation.clear();
+  const auto aged = [](int seconds, NameRecord record) {
+    record.age = std::chrono::seconds(seconds);
+    return record;
+  };
   const auto error = [](ErrorCode code) { return Error{code, "why"}; };
   const Case cases[] = {
       {"it answers", recordOf(2), descriptionOf(2, kName), false},
@@ -210,6 +214,13 @@ TEST(NameKeeper, ANameIsTakenOverFromAnEngineThatDoesNotAnswerForIt) {
       {"an HTTP server listens", recordOf(2), error(ErrorCode::kProtocol), true},
       {"it is stopped", recordOf(2), error(ErrorCode::kTimeout), false},
       {"it has another key", recordOf(2), error(ErrorCode::kRefused), false},
+      {"it cannot be reached", recordOf(2), error(ErrorCode::kSystem), false},
+      {"nor reached, but it publishes", aged(30, recordOf(2)), error(ErrorCode::kSystem), false},
+      {"nor reached, nor does it publish", aged(31, recordOf(2)), error(ErrorCode::kSystem), true},
+      {"it publishes no more, and is stopped", aged(99, recordOf(2)), error(ErrorCode::kTimeout),
+       false},
+      {"without one, nor reached", aged(99, older), error(ErrorCode::kSystem), false},
+      {"Mooncake's, not reached", aged(99, recordOf(2, false)), error(ErrorCode::kSystem), false},
       {"without an incarnation: it answers", older, descriptionOf(2, kName), false},
       {"without one: another engine", older, descriptionOf(3, "other:1"), true},
       {"Mooncake's, killed", recordOf(2, false), error(ErrorCode::kPeerLost), true},

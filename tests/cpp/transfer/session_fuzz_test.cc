@@ -5,10 +5,10 @@
 #include <random>
 #include <sys/socket.h>
 
-#include "engine/stream/handshake.h"
 #include "transfer/session_server.h"
 #include "transfer/session_socket.h"
 #include "wire_end.h"
+#include "wires/stream/handshake.h"
 
 // Sends random bytes to the session port and its decoders. Half of the clients hold the key.
 // MOONCAKE_FUZZ_FRAMES=1000000 is the long run.

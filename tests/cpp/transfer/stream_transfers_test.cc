@@ -2,12 +2,15 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <future>
 #include <gtest/gtest.h>
 #include <memory>
+#include <string_view>
 #include <thread>
 #include <vector>
 
+#include "base/failpoint.h"
 #include "device/fake/fake_devices.h"
 #include "device/stream_queues.h"
 #include "engine_side.h"
@@ -206,6 +209,33 @@ TEST_F(StreamTransfersTest, AnEngineThatClosesReleasesACallInTheDriver) {
   const bool isClosed = closes.wait_for(std::chrono::seconds(10)) == std::future_status::ready;
   isGivenUp_ = true;
   EXPECT_TRUE(isClosed);
+  (void)second.get();
+  EXPECT_TRUE(fake_.synchronize(stream_).ok());
+}
+
+// The stream comes to the first transfer when no worker is left. The second call leaves the driver
+// once the stream has passed that transfer.
+TEST_F(StreamTransfersTest, ATransferThatBeginsAfterTheWorkersHoldsUpNoEnd) {
+  hold();
+  ASSERT_TRUE(transfer(Opcode::kWrite).ok());
+  auto second = transferInDriver();
+  static std::function<void()> atFailpoint;
+  atFailpoint = [this] {
+    gate_.open();
+    EXPECT_TRUE(eventually([&] {
+      const auto begun = here_->batch(1);
+      return begun && begun->submitted != 0;
+    }));
+  };
+  observeFailpoints([](const char* name) {
+    if (std::string_view(name) == "workers-ended") atFailpoint();
+  });
+  auto closes = std::async(std::launch::async, [&] { here_->close(); });
+  const bool isClosed = closes.wait_for(std::chrono::seconds(10)) == std::future_status::ready;
+  isGivenUp_ = true;
+  EXPECT_TRUE(isClosed);
+  closes.wait();
+  observeFailpoints([](const char*) {});
   (void)second.get();
   EXPECT_TRUE(fake_.synchronize(stream_).ok());
 }

@@ -56,6 +56,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
                                .bankBytes = 4 * size_t(ranks) * (drawn.piece ? drawn.piece : 400),
                                .ended = kEnded[seed % std::size(kEnded)],
                                .ofGraphs = ofGraphs,
+                               .callsEach = unsigned(seed % 4),
                                .hostOf = hosts,
                                .seed = seed});
     Program program(world, group, drawn, only(seed));
@@ -65,6 +66,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
     ASSERT_TRUE(report.ok) << report.problem;
     program.check();
     group.checkPushes();
+    group.checkChanges();
     if (::testing::Test::HasFailure()) return;
     if (swept) {
       swept->wentOn += group.decided(Decision::kGoOn);

@@ -113,11 +113,13 @@ size_t EpPlan::bankBytes(bool ofInbox) const {
 }
 
 void EpPlan::drawLates() {
-  constexpr uint64_t kTimes[] = {1'000'000, 8'000'000, 30'000'000, 90'000'000};
+  // Each wait for the last of them ends only if the ranks that wait skip it.
+  constexpr uint64_t kTimes[] = {1'000'000, 8'000'000, 30'000'000, 90'000'000, 600'000'000};
   for (const EpRound& round : rounds)
     for (int rank = 0; rank < shape.ranks; ++rank)
       for (const unsigned operation : {0u, 1u})
-        if (drawOneIn(4)) lates.push_back({rank, round.number, operation, kTimes[draw(4)]});
+        if (drawOneIn(4))
+          lates.push_back({rank, round.number, operation, kTimes[draw(5)] + draw(4'000'000)});
 }
 
 uint64_t EpPlan::lateNs(int rank, uint32_t round, unsigned operation) const {

@@ -58,6 +58,7 @@ Swept sweep(int ranks, uint64_t seeds, Kind kind, Disturb disturb) {
     EXPECT_TRUE(report.ok) << report.problem;
     if (report.ok) program.check();
     group.checkPushes();
+    group.checkChanges();
     EXPECT_EQ(racesReported(), races);
     swept.wentOn += group.decided(Decision::kGoOn);
     swept.took += group.decided(Decision::kTake);
@@ -260,7 +261,7 @@ TEST(AllToAll, PlacesOfOtherRanksAreReadWithBounds) {
                   completed.exchange, 0,
                   [&](const Turn& turn, const Blocks& blocks) {
                     auto& table =
-                        *reinterpret_cast<SplitTable*>(published(group.state(1), 1, turn.serial));
+                        *reinterpret_cast<SplitTable*>(bankAt(group.state(1), 1, turn.serial));
                     if (turn.number == 0 && blocks.first == 0) {
                       writeTable(completed, turn);
                       __syncthreads();

@@ -60,6 +60,7 @@ void sweep(int ranks, uint64_t seeds, Disturb disturb, Swept* swept = nullptr,
     ASSERT_TRUE(report.ok) << report.problem;
     program.check();
     group.checkPushes();
+    group.checkChanges();
     if (::testing::Test::HasFatalFailure()) return;
     if (swept) {
       swept->wentOn += group.decided(Decision::kGoOn);
@@ -164,7 +165,7 @@ void disturbSplits(bool ofGraphs) {
         world.stop(int((first + 2) % ranks), 1 + plan.draw(most),
                    plan.draw(2) ? kLateNs : 2'000'000);
     };
-    const uint64_t seeds = ofGraphs && !kFindsRaces ? kSeeds / 5 : kSeeds;
+    const uint64_t seeds = ofGraphs && !kFindsRaces ? 2 * kSeeds / 5 : kSeeds;
     sweep(int(hosts.size()), seeds, disturb, &swept, ofGraphs, hosts);
     if (::testing::Test::HasFailure()) return;
   }
@@ -344,7 +345,7 @@ size_t mustRead(const TokenPlan& plan, const TokenRound& round, int rank) {
   const TokenRound& dispatch = plan.dispatchOf(round);
   for (int peer = 0; peer < plan.ranks; ++peer) {
     if (peer == rank) continue;
-    bytes += round.pieces * sizeof(Published);
+    bytes += round.pieces * sizeof(RowsHeader);
     if (round.verb == TokenVerb::kCombine) {
       const size_t row = 2 * plan.hidden + round.weightCount * sizeof(float);
       bytes += dispatch.rowsFor(rank, peer) * row;

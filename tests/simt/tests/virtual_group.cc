@@ -101,10 +101,10 @@ Exchange VirtualGroup::complete(int rank, Exchange exchange) {
   Memory& own = *memory_[size_t(rank)];
   exchange.state = &own.state;
   exchange.decisionNs = shape_.decisionNs;
-  exchange.isOfGraph = shape_.ofGraphs;
+  ++own.called;
+  exchange.isOfGraph = calls(own.called) == calls(own.called - 1);
   exchange.isHeld = isBeside();
   exchange.skipNs = shape_.skipNs;
-  ++own.called;
   return exchange;
 }
 
@@ -172,7 +172,7 @@ void VirtualGroup::launchStops(int rank) {
   const auto most = uint32_t(shape_.skipNs ? kMostAgreements : shape_.ranks);
   for (uint32_t generation = 1; generation < most; ++generation) {
     world_.launch(rank, kCalls, "acknowledge", {}, {}, 0, [own, generation] {
-      while (loadRelaxedSystem(&own->host.stop) < generation) {
+      while (loadRelaxedSystem(&own->enqueued) < generation) {
         if (loadAcquireSystem(&own->isHostOver)) return;
         relax();
       }
@@ -184,6 +184,25 @@ void VirtualGroup::launchStops(int rank) {
 void VirtualGroup::evict(int rank, unsigned afterLooks) {
   evictedLater_ = rank;
   looksLeft_ = afterLooks;
+}
+
+void VirtualGroup::loseAfterSkip(uint64_t seed) {
+  losses_.emplace(seed);
+  for (int rank = 0; rank < shape_.ranks; ++rank) world_.mayStop(rank);
+}
+
+void VirtualGroup::loseSome(const Agreement& agreement) {
+  if (!losses_ || !agreement.verdicts[0].skips || agreement.among == agreement.active) return;
+  const auto draw = [&](unsigned below) { return unsigned((*losses_)() % below); };
+  const bool areAll = draw(4) == 0;
+  unsigned left = areAll ? 0 : draw(unsigned(countOf(agreement.among)));
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (!has(agreement.among, rank) || (!areAll && left-- != 0)) continue;
+    const uint64_t stops = 1 + draw(60 * unsigned(shape_.ranks));
+    world_.stop(rank, stops, 1'000'000 * (1 + draw(40)));
+    kill(rank, stops + 1 + draw(40));
+  }
+  losses_.reset();
 }
 
 // All hosts share one thread.
@@ -245,12 +264,15 @@ const VirtualGroup::Agreement* VirtualGroup::agree(uint32_t generation) {
   agreement.among = agreement.verdicts[0].among;
   for (int rank = 0; rank < shape_.ranks; ++rank) {
     const PeerVerdict& verdict = agreement.verdicts[size_t(rank)];
-    const bool isLevel = reports[size_t(rank)].done == agreement.lastOld;
-    if (has(agreement.active, rank) && (isLevel || verdict.decision == Decision::kTake))
-      agreement.serial = verdict.serial;
+    if (!has(agreement.active, rank)) continue;
+    agreement.serial = verdict.serial;
+    // Operations for which the rank is ahead or behind take one exchange each.
+    if (verdict.decision == Decision::kGoOn)
+      agreement.serial -= reports[size_t(rank)].done - agreement.lastOld;
   }
   {
     const simt::sanitizers::Ignored ignored;
+    loseSome(agreement);
     if (agreements_.size() < generation) agreements_.push_back(std::move(agreement));
   }
   simt::sanitizers::release(&agreements_);
@@ -270,7 +292,7 @@ uint64_t VirtualGroup::lateOperation(int rank) {
 }
 
 void VirtualGroup::runHost(int rank) {
-  decideUntilOver(rank);
+  shape_.hosts == Hosts::kRefuseAnyTime ? refuseSometime(rank) : decideUntilOver(rank);
   storeReleaseSystem(&memory_[size_t(rank)]->isHostOver, 1);
 }
 
@@ -302,6 +324,7 @@ void VirtualGroup::decideUntilOver(int rank) {
     }
     simt::sanitizers::release(&own.late);
     decisions.stop();
+    storeReleaseSystem(&own.enqueued, decisions.generation());
     while (!decisions.haveStopped()) {
       if (!isBeside() && loadAcquireSystem(&own.isOver)) return;
       if (isEvicted(rank)) return;
@@ -327,6 +350,41 @@ void VirtualGroup::decideUntilOver(int rank) {
     }
     if (!refuses) decisions.decide(verdict);
     if (shape_.hosts != Hosts::kDecide) return decisions.refuse();
+  }
+}
+
+// As PeerGuard does, which stops kernels for an agreement first, or refuses without that.
+void VirtualGroup::refuseSometime(int rank) {
+  Memory& own = *memory_[size_t(rank)];
+  std::mt19937_64 random(shape_.seed * kMaxRanks + uint64_t(rank));
+  const auto pass = [&](uint64_t ns) {
+    for (const uint64_t since = now(); now() < since + ns;) relax();
+  };
+  EmulatedDecisions decisions(own.host);
+  pass(random() % 8'000'000);
+  if (random() % 2) {
+    decisions.stop();
+    if (random() % 2) pass(random() % 2'000'000);
+    if (random() % 2) storeReleaseSystem(&own.enqueued, decisions.generation());
+    if (random() % 2) pass(random() % 4'000'000);
+  }
+  decisions.refuse();
+}
+
+uint64_t VirtualGroup::calls(uint64_t number) const {
+  if (!shape_.ofGraphs) return number;
+  return shape_.callsEach ? number / shape_.callsEach : 0;
+}
+
+void VirtualGroup::checkChanges() const {
+  for (int rank = 0; rank < shape_.ranks; ++rank) {
+    if (isKilled(rank)) continue;
+    const HostWords& host = memory_[size_t(rank)]->host;
+    ASSERT_EQ(host.calls, calls(host.done - shape_.ended)) << "rank " << rank;
+    for (uint32_t i = 0; i < host.changeCount; ++i) {
+      const Change& change = host.changes[i];
+      ASSERT_EQ(change.lastCall, calls(change.lastOld - shape_.ended)) << "rank " << rank;
+    }
   }
 }
 

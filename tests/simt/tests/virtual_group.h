@@ -5,12 +5,14 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <random>
 #include <string>
 #include <vector>
 
-#include "collectives/peer/decision_words.h"
-#include "collectives/peer/peer_verdict.h"
 #include "kernels/collectives.cuh"
+#include "peers/decision_words.h"
+#include "peers/peer_verdict.h"
 #include "tests/simt/world.h"
 #include "virtual_proxy.h"
 
@@ -23,6 +25,7 @@ enum class Hosts : uint8_t {
   kDecide,            // survivors go on
   kRefuse,            // the loss ends the group
   kDecideThenRefuse,  // survivors go on, but the group ends right after the decision
+  kRefuseAnyTime,     // each ends the group at some moment, of which some have stopped the kernels
 };
 
 // Accesses of a host's thread in the emulator, which lets other threads run before each.
@@ -48,7 +51,8 @@ struct GroupShape {
   uint64_t ended = 0;  // operations before the first call, all of one block
   // Graphs launch the operations, on another stream than that on which hosts stop the kernels.
   bool ofGraphs = false;
-  uint64_t skipNs = 0;  // see Exchange; not 0: that stream is another one for calls, too
+  unsigned callsEach = 0;  // each so many operations beside graphs, one is a call; 0: none
+  uint64_t skipNs = 0;     // see Exchange; not 0: that stream is another one for calls, too
   // The host of each rank. Empty: all are on one. Ranks on several have proxies, which the seed
   // drives, and banks of so many bytes in inboxes. 0: as large as the others.
   std::vector<int> hostOf = {};
@@ -75,6 +79,9 @@ class VirtualGroup {
   // hosts. Its own host decides nothing any more.
   void evict(int rank) { evicted_ |= uint64_t(1) << rank; }
   void evict(int rank, unsigned afterLooks);
+  // After the first decision that skips a rank, one or more of those that take part stop for a while
+  // and die then. The others' operation with them may be under way. `seed` draws them.
+  void loseAfterSkip(uint64_t seed);
   // Decisions reach the rank's kernels so much later.
   void delayDecisions(int rank, uint64_t ns) { memory_[size_t(rank)]->decisionDelayNs = ns; }
   // After the last call: the hosts' threads, which end with the kernels.
@@ -110,7 +117,10 @@ class VirtualGroup {
   uint32_t completed(int rank, int peer) const {
     return loadAcquireSystem(&state(rank).remote.proxy.counts[peer].completed);
   }
-  bool isOfGraphs() const { return shape_.ofGraphs; }
+  // How many of the operations up to this one are calls.
+  uint64_t calls(uint64_t number) const;
+  // Checks what kernels have told of changes of ranks.
+  void checkChanges() const;
   bool isKilled(int rank) const { return killed_ >> rank & 1; }
   bool isEvicted(int rank) const { return evicted_ >> rank & 1; }
   const GroupState& state(int rank) const { return memory_[size_t(rank)]->state; }
@@ -128,6 +138,8 @@ class VirtualGroup {
     uint32_t called = 0;
     uint32_t isOver = 0;  // all of the rank's kernels have ended
     uint32_t isHostOver = 0;
+    uint32_t enqueued =
+        0;  // kernels beside calls that stop the others, as far as the host wants them
     uint64_t decisionDelayNs = 0;
     uint64_t skipped = 0;           // as decided last
     uint64_t waits = 0, since = 0;  // for late ranks: number of the operation, and begin
@@ -152,12 +164,14 @@ class VirtualGroup {
               Kernel kernel);
   void runHost(int rank);
   void decideUntilOver(int rank);
+  void refuseSometime(int rank);
   void launchStops(int rank);
   bool isLost(int rank) const;
   bool isBeside() const { return shape_.ofGraphs || shape_.skipNs != 0; }
   uint64_t lateOperation(int rank);
   void look();
   const Agreement* agree(uint32_t generation);
+  void loseSome(const Agreement& agreement);
   const Agreement* agreed(uint32_t generation) const;
 
   simt::World& world_;
@@ -165,8 +179,9 @@ class VirtualGroup {
   std::vector<std::unique_ptr<Memory>> memory_;
   uint64_t killed_ = 0, evicted_ = 0;  // bits of ranks
   int evictedLater_ = -1;
-  unsigned looksLeft_ = 0;            // until then
-  uint64_t missing_[kMaxRanks] = {};  // bits of ranks that kernels have told each host
+  unsigned looksLeft_ = 0;                 // until then
+  std::optional<std::mt19937_64> losses_;  // that are still to come, after a skip
+  uint64_t missing_[kMaxRanks] = {};       // bits of ranks that kernels have told each host
   unsigned decided_[3] = {};
   std::deque<Agreement> agreements_;  // by generation, from 1 on
   uint32_t wanted_ = 0;               // the agreement that a host wants, because ranks are late

@@ -21,6 +21,7 @@ VirtualProxy::VirtualProxy(simt::World& world, int rank, int ranks, uint64_t see
       random_(seed * 0x9e3779b97f4a7c15u + uint64_t(rank) * 2 + 1),
       slots_(seed % 3 ? 4u : 32u),
       endsRings_(seed % 4 != 1),
+      isSlow_(seed % 5 < 2),
       commands_(size_t(ranks) * slots_),
       counts_(size_t(ranks)),
       tickets_(size_t(ranks)),
@@ -30,6 +31,7 @@ VirtualProxy::VirtualProxy(simt::World& world, int rank, int ranks, uint64_t see
     rings_.push_back(
         {.commands = {std::span(commands_).subspan(peer * slots_, slots_), counts_[peer]},
          .underWay = {},
+         .flying = {},
          .signalled = std::vector<uint64_t>(kWords)});
   }
 }
@@ -82,28 +84,31 @@ void VirtualProxy::run(const std::vector<VirtualProxy*>& all, const std::functio
 bool VirtualProxy::step(int peer, VirtualProxy& other) {
   using simt::sanitizers::Ignored;
   Ring& ring = rings_[size_t(peer)];
-  if (ring.hasEnded) return false;
   if (world_.isKilled(peer)) {
-    if (!endsRings_) return false;
+    if (land(other.rings_[size_t(rank_)])) return true;
+    if (ring.hasEnded || !endsRings_) return false;
     if (draw(4) == 0) end(ring, ProxyEnd::kPeerLost);
     return true;
   }
+  const bool hasLanded = land(ring);
+  if (ring.hasEnded) return hasLanded;
   const bool mayTake = ring.underWay.size() < kMostUnderWay;
   if (mayTake && (ring.underWay.empty() || draw(3) == 0) && take(peer, other)) return true;
-  if (ring.underWay.empty()) return false;
-  const size_t chosen = draw(unsigned(ring.underWay.size()));
-  if (ring.underWay[chosen].left.empty() && draw(8) == 0) {  // the connection has broken
+  if (ring.underWay.empty()) return hasLanded;
+  UnderWay& chosen = ring.underWay[draw(unsigned(ring.underWay.size()))];
+  const bool mayBreak = chosen.left.empty() && (chosen.hasArrived() || !chosen.isRepeated);
+  if (mayBreak && draw(8) == 0) {  // the connection has broken
     const Ignored ignored;
-    ring.underWay[chosen].isRepeated = true;
-    cut(ring.underWay[chosen]);
+    chosen.isRepeated = true;
+    cut(chosen);
   }
-  deliver(other, ring.underWay[chosen]);
+  send(ring, other, chosen);
   signal(peer, other);
   uint32_t completed = 0;
   {
     const Ignored ignored;
     while (!ring.underWay.empty() && ring.underWay.front().isSignalled &&
-           ring.underWay.front().left.empty() && draw(3)) {
+           ring.underWay.front().hasArrived() && draw(3)) {
       ring.underWay.pop_front();
       ++completed;
     }
@@ -153,7 +158,7 @@ void VirtualProxy::cut(UnderWay& one) {
   }
 }
 
-void VirtualProxy::deliver(VirtualProxy& other, UnderWay& one) {
+void VirtualProxy::send(Ring& ring, VirtualProxy& other, UnderWay& one) {
   std::optional<simt::sanitizers::Ignored> ignored(std::in_place);
   if (one.left.empty()) return;
   std::swap(one.left[draw(unsigned(one.left.size()))], one.left.back());
@@ -162,16 +167,37 @@ void VirtualProxy::deliver(VirtualProxy& other, UnderWay& one) {
   const ProxyCommand& command = one.command;
   const unsigned char* const from =
       regions_[command.sourceRegion].data() + command.sourceOffset + piece.begin;
-  const size_t at = command.targetOffset + piece.begin, bytes = piece.end - piece.begin;
-  unsigned char* const to = other.regions_[command.targetRegion].data() + at;
-  const bool isMail = other.isMail(at);
+  leaving_.resize(piece.end - piece.begin);
   // A kernel may use the places of a repeated command.
   if (!one.isRepeated) ignored.reset();
-  if (isMail) {  // kernels read it meanwhile
-    for (size_t i = 0; i < bytes; ++i) __atomic_store_n(to + i, from[i], __ATOMIC_RELAXED);
+  std::memcpy(leaving_.data(), from, leaving_.size());
+  ignored.emplace();
+  const size_t at = command.targetOffset + piece.begin;
+  const uint64_t due = ring.looks + (draw(8) ? draw(2) : draw(isSlow_ ? 100 : 8));
+  ring.flying.push_back({leaving_, other.regions_[command.targetRegion].data() + at,
+                         other.isMail(at), one.isRepeated, due, one.flying});
+  ++*one.flying;
+}
+
+bool VirtualProxy::land(Ring& ring) {
+  std::optional<simt::sanitizers::Ignored> ignored(std::in_place);
+  if (ring.flying.empty()) return false;
+  ++ring.looks;
+  std::swap(ring.flying[draw(unsigned(ring.flying.size()))], ring.flying.back());
+  if (ring.flying.back().due > ring.looks) return true;
+  landing_ = std::move(ring.flying.back());
+  ring.flying.pop_back();
+  if (!landing_.isRepeated) ignored.reset();
+  const std::vector<unsigned char>& bytes = landing_.bytes;
+  if (landing_.isMail) {  // kernels read it meanwhile
+    for (size_t i = 0; i < bytes.size(); ++i)
+      __atomic_store_n(landing_.to + i, bytes[i], __ATOMIC_RELAXED);
   } else {
-    std::memcpy(to, from, bytes);
+    std::memcpy(landing_.to, bytes.data(), bytes.size());
   }
+  ignored.emplace();
+  --*landing_.count;
+  return true;
 }
 
 // Counts the commands that have arrived, in order of the ring for each word.
@@ -181,7 +207,7 @@ void VirtualProxy::signal(int peer, VirtualProxy& other) {
   for (UnderWay& one : ring.underWay) {
     const uint32_t word = one.command.signal;
     if (one.isSignalled || isBlocked[word]) continue;
-    if (!one.left.empty() || draw(2)) {
+    if (!one.hasArrived() || draw(2)) {
       isBlocked[word] = true;
       continue;
     }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -14,8 +15,10 @@
 namespace mooncake::kernels {
 
 // The proxy of a virtual rank: takes commands of its kernels and carries them out as csrc/proxy does
-// over a bad wire. Data arrive torn and out of order, and commands that have not completed may be
-// repeated, from the source as it is then. A seed decides.
+// over a bad wire. Data arrive torn and out of order, some time after they have left, also when their
+// sender has died or has ended the ring. Commands that have not completed may be repeated, from the
+// source as it is then; bytes of the first attempt may land after those of the second one. A seed
+// decides.
 class VirtualProxy {
  public:
   static constexpr uint64_t kTimeoutNs = 200'000'000;
@@ -49,13 +52,25 @@ class VirtualProxy {
   };
   struct UnderWay {
     explicit UnderWay(const ProxyCommand& command) : command(command) {}
+    bool hasArrived() const { return left.empty() && *flying == 0; }
     ProxyCommand command;
     std::vector<Piece> left;
+    std::shared_ptr<unsigned> flying = std::make_shared<unsigned>(0);  // number of pieces
     bool isSignalled = false, isRepeated = false;
+  };
+  // A piece of a command that has left.
+  struct Flying {
+    std::vector<unsigned char> bytes;
+    unsigned char* to = nullptr;
+    bool isMail = false, isRepeated = false;
+    uint64_t due = 0;                 // Ring::looks from which on it may land
+    std::shared_ptr<unsigned> count;  // UnderWay::flying
   };
   struct Ring {
     proxy::CommandRing commands;
     std::deque<UnderWay> underWay;
+    std::vector<Flying> flying;
+    uint64_t looks = 0;               // at `flying`
     std::vector<uint64_t> signalled;  // by word
     bool hasEnded = false;
     Bytes bytes;
@@ -68,7 +83,9 @@ class VirtualProxy {
   bool step(int peer, VirtualProxy& other);
   bool take(int peer, VirtualProxy& other);
   void cut(UnderWay& one);
-  void deliver(VirtualProxy& other, UnderWay& one);
+  void send(Ring& ring, VirtualProxy& other, UnderWay& one);
+  // May land a piece. Returns whether there is one.
+  bool land(Ring& ring);
   void signal(int peer, VirtualProxy& other);
   void endDropped();
   void end(Ring& ring, ProxyEnd why);
@@ -80,6 +97,7 @@ class VirtualProxy {
   uint64_t random_;
   const uint32_t slots_;
   const bool endsRings_;  // of lost ranks, soon
+  const bool isSlow_;     // some pieces fly for long
   std::vector<ProxyCommand> commands_;
   std::vector<ProxyCounts> counts_;
   std::vector<ProxyTickets> tickets_;
@@ -87,6 +105,9 @@ class VirtualProxy {
   std::span<unsigned char> regions_[2];
   std::vector<size_t> mails_;
   std::vector<Ring> rings_;
+  // The piece that is under copy: a killed rank's thread ends anywhere, and frees nothing.
+  std::vector<unsigned char> leaving_;
+  Flying landing_;
   uint64_t dropped_ = 0, ended_ = 0;  // bits of ranks
   uint32_t passed_ = 0;
 };

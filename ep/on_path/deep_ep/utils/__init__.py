@@ -1,5 +1,5 @@
 """The names that programs import from deep_ep.utils."""
 
-from mooncake.ep import EventHandle, EventOverlap
+from mooncake_backend.ep import EventHandle, EventOverlap
 
 __all__ = ["EventHandle", "EventOverlap"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mooncake.ep import fp8
+from mooncake_backend.ep import fp8
 
 Tensor = torch.Tensor
 
@@ -33,7 +33,7 @@ def safe_div(a: float, b: float) -> float:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Of tensors, and of those in tuples and lists; None counts as 0."""
+    """Of tensors, and of tensors in tuples and lists; None counts as 0."""
     total = 0
     for one in tensors:
         if isinstance(one, (tuple, list)):

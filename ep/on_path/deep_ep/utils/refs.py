@@ -83,7 +83,7 @@ def combine(
     reduce_in_scaleup: bool,
 ) -> Tensor:
     """[n, k, h] -> [n, h]. The choices of a rank are added and rounded first if reduce_in_local,
-    then those of a scale-up domain if reduce_in_scaleup."""
+    then the choices of a scale-up domain if reduce_in_scaleup."""
     per_rank = num_experts // (num_scaleout_ranks * num_scaleup_ranks)
     if reduce_in_local:
         y = _grouped(y, torch.div(topk_idx, per_rank, rounding_mode="floor"))
@@ -96,7 +96,7 @@ def combine(
 
 
 def _grouped(y: Tensor, groups: Tensor) -> Tensor:
-    """The sum of a group stands in the place of its last member, zeros in the others."""
+    """The sum of a group stands in the place of its last member, zeros in the other places."""
     summed = torch.zeros_like(y)
     for place in range(y.size(1)):
         is_last = (groups[:, place + 1 :] != groups[:, place : place + 1]).all(dim=1)

@@ -1,0 +1,51 @@
+#include "backend/child_options.h"
+
+#include "backend/arguments.h"
+#include "backend/errors.h"
+
+namespace mooncake {
+namespace {
+
+// This rank comes first.
+std::vector<MergeMember> mergeMembers(const LiveGroup& ours) {
+  const Group& group = ours.group();
+  std::vector<MergeMember> members{{.id = ours.job().engine()->id()}};
+  for (int r = 0; r < ours.size(); ++r) {
+    const auto& peer = ours.job().membership()->peer(ours.jobRank(r));
+    if (!peer) continue;
+    MergeMember& member = members.emplace_back(MergeMember{.id = peer->id});
+    if (!group.isGone(r)) continue;
+    member.lost = group.nameRank(r) + " of group '" + ours.options().groupName + "' (" +
+                  group.whyGone(r) + ")";
+  }
+  return members;
+}
+
+}  // namespace
+
+BackendOptions optionsOfSplit(const LiveGroup& group, const std::vector<int>& ranks,
+                              const c10d::Backend::Options& opts) {
+  group.refuseInForkedChild();
+  throwIfError(group.group().usable());
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= group.size())
+      refuse("split: rank " + std::to_string(rank) + " is not in a group of " +
+             std::to_string(group.size()));
+  }
+  BackendOptions split = group.options();
+  split.groupName = groupNameIn(opts);
+  split.timeout = opts.timeout;
+  split.activeRanks = at::Tensor();
+  split.capacity = 0;
+  split.globalRanks.clear();
+  for (const int rank : ranks) split.globalRanks.push_back(group.jobRank(rank));
+  return split;
+}
+
+BackendOptions optionsOfMerge(const LiveGroup& group, const c10d::Backend::Options& opts) {
+  BackendOptions merged = optionsOfSplit(group, {}, opts);
+  merged.mergeMembers = [&group] { return mergeMembers(group); };
+  return merged;
+}
+
+}  // namespace mooncake
