@@ -39,6 +39,8 @@ const char* errorCodeName(ErrorCode code) {
       return "evicted";
     case ErrorCode::kMinority:
       return "minority";
+    case ErrorCode::kMoved:
+      return "moved";
   }
   return "unknown error";  // a number that came off a wire
 }

@@ -25,8 +25,9 @@ enum class ErrorCode {
   kInputsLost,       // like kPeerLost, but the operation has already overwritten its input
   kEvicted,          // the other ranks go on without this one, for good
   kMinority,         // too few are left on this side of a partition to go on
+  kMoved,            // the group's series is closed: the call runs again in the successor
 };
-constexpr ErrorCode kLastErrorCode = ErrorCode::kMinority;
+constexpr ErrorCode kLastErrorCode = ErrorCode::kMoved;
 
 const char* errorCodeName(ErrorCode code);
 

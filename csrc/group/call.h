@@ -57,8 +57,11 @@ struct Call {
   Verb verb = Verb::kBarrier;
   DType dtype = DType::kUInt8;
   ReduceKind reduce = ReduceKind::kSum;
-  uint8_t fullyMapped = 0;  // which protocol the caller will follow, see operation.h
-  int32_t root = -1;        // -1: the verb has none
+  uint8_t fullyMapped : 1 = 0;  // which protocol the caller will follow, see operation.h
+  // Further operations of the same call follow this one, if it ends well. Then no series closes
+  // behind it (group/renewal.h).
+  uint8_t goesOn : 1 = 0;
+  int32_t root = -1;  // -1: the verb has none
   // Elements per rank. 0 for alltoall: its splits are checked pair by pair. Dispatch and combine:
   // channels of a token, or bytes of its row.
   uint64_t count : 46 = 0;

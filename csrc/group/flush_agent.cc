@@ -30,7 +30,7 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
       options_(std::move(options)),
       endedWord_(owner.endedWordOf(options_.rank)),
       machine_([&]() -> FlushMachine::Options {
-        const View job = membership_.view();
+        const View job = membership_.viewOf(*options_.roster);
         const auto isOut = [&](int jobRank) { return !job.active.contains(jobRank); };
         return {
             .group = options_.group,
@@ -43,9 +43,10 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
             .resend = resendAfter(membership_.engine().env()),
             .globalRanks = options_.globalRanks};
       }()),
-      outbox_(owner, membership, options_.jobRanks, options_.topic) {
+      outbox_(owner, membership, *options_.roster, options_.jobRanks, options_.topic),
+      renewal_(*this) {
   for (size_t r = 0; r < options_.jobRanks.size(); ++r) {
-    if (const auto& peer = membership_.peer(options_.jobRanks[r]))
+    if (const auto& peer = options_.roster->peer(options_.jobRanks[r]))
       ranksById_[peer->id] = static_cast<int>(r);
   }
   view_ = allView_ = std::make_shared<GroupView>(GroupView{.active = machine_.active()});
@@ -54,7 +55,7 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
 // The order matters: an answer to a message may be lost with its connection. onReconnected() must
 // tell us of that.
 void FlushAgent::start() {
-  membership_.subscribe(this);
+  membership_.subscribe(this, options_.roster);
   membership_.engine().openTopic(
       options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
@@ -92,7 +93,8 @@ FlushAgent::Wait::~Wait() {
     agent_.isWaiting_ = false;
     gone = std::exchange(agent_.gone_, {});
   }
-  if (!gone.empty()) agent_.membership_.heldUp(agent_.toJobRanks(gone), called_);
+  if (!gone.empty())
+    agent_.membership_.heldUp(*agent_.options_.roster, agent_.toJobRanks(gone), called_);
 }
 
 void FlushAgent::take(FlushActions actions) {
@@ -135,6 +137,7 @@ void FlushAgent::take(FlushAction::GoOn& goOn) {
       GroupView{.epoch = goOn.viewEpoch, .active = std::move(goOn.members)});
   if (goOn.first.number != 0) view_ = viewOf(goOn.first);
   attempt_ = goOn.attempt;
+  if (const auto& close = machine_.close()) renewal_.closes(*close);
   const bool isLeftOut = machine_.leftOutOf().number != 0;
   frozen_.store(isLeftOut, std::memory_order_seq_cst);
   isLeftOut_.store(isLeftOut, std::memory_order_seq_cst);
@@ -156,7 +159,9 @@ void FlushAgent::settle() {
     failpoint("report");
     return take(machine_.stopped());
   }
+  tellSeriesEnd();
   if (isStopped_) return;
+  if (machine_.wantsToMove()) return take(machine_.move(Clock::now()));
   if (machine_.isFrozen() && !machine_.hasReported() && !isLooking_) {
     isLooking_ = true;
     runAt(Deadline::after(kLookAgain), &FlushAgent::lookAgain);
@@ -165,6 +170,14 @@ void FlushAgent::settle() {
     isTicking_ = true;
     runAt(Deadline::at(*tick), &FlushAgent::awaitTick);
   }
+}
+
+void FlushAgent::tellSeriesEnd() {
+  if (isEndTold_ || machine_.isFrozen() || !renewal_.hasEnded()) return;
+  isEndTold_ = true;
+  failpoint("moved");
+  outbox_.add(*machine_.close());
+  owner_.ring();
 }
 
 void FlushAgent::lookAgain() {
@@ -195,6 +208,7 @@ Status FlushAgent::beginSlowly(uint64_t number) {
       const Step step(*this);
       busy_ = false;
       if (auto usable = owner_.usable(); !usable.ok()) return usable;
+      if (renewal_.isBehind(number)) return Renewal::moved();
       if (ended() >= number) {
         const auto skipped = machine_.takeSkipped(number);
         if (!skipped) return machine_.howEnded(number);
@@ -264,6 +278,7 @@ FlushAgent::Resolution FlushAgent::awaitResolved(uint64_t number, FlushReport::A
     if (auto awaited = awaitSkipped(); !awaited.ok())
       return {Resolution::Kind::kEnded, awaited, nullptr};
     const Step step(*this);
+    if (renewal_.isBehind(number)) return {Resolution::Kind::kMoved, Renewal::moved(), nullptr};
     if (ended() >= number) {
       if (const auto skipped = machine_.takeSkipped(number))
         return {Resolution::Kind::kSkipped, {}, viewOf(*skipped)};
@@ -319,16 +334,18 @@ bool FlushAgent::missesLeaverSlowly(uint64_t number) const {
   return machine_.missesLeaver(number);
 }
 
-void FlushAgent::end(uint64_t number, const Status& status) {
+void FlushAgent::end(uint64_t number, const Status& status, bool goesOn) {
   if (!status.ok()) {
     Lock lock(mutex_);
     machine_.endsWith(number, status.error());
+  } else if (goesOn) {
+    renewal_.goesOnAfter(number);
   }
   failpoint("ended");
   endedWord_->store(number, std::memory_order_release);
   failpoint("copy-out");
   busy_.store(false, std::memory_order_release);
-  if (!isTaking_ && !isWithout_ && !isFrozen()) return;
+  if (!isTaking_ && !isWithout_ && !isFrozen() && !renewal_.isDecided()) return;
 
   const Step step(*this);
   if (std::exchange(isWithout_, false) && !frozen_) view_ = allView_;
@@ -357,7 +374,10 @@ FlushState FlushAgent::state() const {
           .viewEpoch = machine_.viewEpoch(),
           .active = machine_.active(),
           .left = machine_.left(),
-          .ended = machine_.knownEnded()};
+          .ended = machine_.knownEnded(),
+          .close = machine_.close(),
+          .wish = machine_.wish(),
+          .unready = machine_.wish() ? machine_.unready(machine_.wish()) : std::vector<int>()};
 }
 
 bool FlushAgent::isActive(int rank) const {
@@ -380,7 +400,7 @@ void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
     return ranks;
   };
   const GroupRanks missed = ranksOf(before) - ranksOf(now);
-  if (!missed.empty()) membership_.missed(toJobRanks(missed));
+  if (!missed.empty()) membership_.missed(*options_.roster, toJobRanks(missed));
 }
 
 JobRanks FlushAgent::toJobRanks(const GroupRanks& members) const {
@@ -411,14 +431,14 @@ void FlushAgent::onMessage(const EngineId& from, ByteView bytes) {
 
 FlushView FlushAgent::viewOf(const View& job) const {
   FlushView view{.epoch = job.epoch};
-  const auto seen = membership_.seen();
+  const auto seen = membership_.seen(*options_.roster);
   for (int r = 0; r < static_cast<int>(options_.jobRanks.size()); ++r) {
     const int jobRank = options_.jobRanks[size_t(r)];
     if (job.active.contains(jobRank)) {
       view.active.push_back(r);
       continue;
     }
-    if (!membership_.isLost(jobRank)) continue;
+    if (!membership_.isLost(*options_.roster, jobRank)) continue;
     auto& [rank, detail] = view.losses.emplace_back(FlushView::Loss{r, ""});
     const auto why =
         std::ranges::find(seen, jobRank, [](const auto& one) { return one.accusation.rank; });

@@ -14,6 +14,7 @@
 #include "base/wait.h"
 #include "group/flush_outbox.h"
 #include "group/flush_owner.h"
+#include "group/renewal.h"
 #include "membership/flush_machine.h"
 #include "membership/membership.h"
 #include "membership/rank_set.h"
@@ -33,6 +34,9 @@ struct FlushState {
   std::vector<int> left;    // ranks that have left the group
   // By rank: the last operation that the rank is known to have ended, a lower bound.
   std::vector<uint64_t> ended;
+  std::optional<SeriesClose> close;
+  uint64_t wish = 0;         // the successor to which this rank wishes to move; 0: none
+  std::vector<int> unready;  // members that are not known to be ready for it
 };
 
 // Drives FlushMachine, which decides. The agent stops the caller, carries the messages, and lets
@@ -45,8 +49,9 @@ class FlushAgent final : public Membership::Listener,
   struct Options {
     std::string group;
     int rank = 0;
-    std::vector<int> jobRanks;  // global ranks of the members, by rank in the group
-    uint64_t topic = 0;         // the same on all members, and used by no other group
+    std::vector<int> jobRanks;             // global ranks of the members, by rank in the group
+    std::shared_ptr<const Roster> roster;  // of the job when the group was made
+    uint64_t topic = 0;                    // the same on all members, and used by no other group
     bool raises = false;
     bool founds = false;
     std::vector<int> globalRanks;  // for messages, see nameRanks()
@@ -60,12 +65,13 @@ class FlushAgent final : public Membership::Listener,
   // Begins an operation, on the one thread that runs the group's operations. It is busy until
   // end(), and this rank reports nothing meanwhile. If the operation has ended without us, returns
   // the error that it ended with. If it ended well, returns kInterrupted, and takeSkipped() returns
-  // its contributors.
+  // its contributors. kMoved: the series has ended before it.
   Status begin(uint64_t number) {
     busy_.store(true, std::memory_order_relaxed);
     // Either we see `frozen`, or the thread that freezes sees that we are busy.
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (!frozen_.load(std::memory_order_acquire) && ended() < number) return {};
+    if (!frozen_.load(std::memory_order_acquire) && !renewal_.isDecided() && ended() < number)
+      return {};
     return beginSlowly(number);
   }
   std::shared_ptr<const GroupView> takeSkipped() { return std::exchange(skipped_, nullptr); }
@@ -101,6 +107,7 @@ class FlushAgent final : public Membership::Listener,
       kTake,     // another rank has ended the same attempt well, so we can end it, too
       kEnded,    // it ended with `status`, on all ranks
       kSkipped,  // it ended well, on all ranks, without us: its contributors are in `view`
+      kMoved,    // the series has ended before it; this rank has not published that it began it
     };
     Kind kind = Kind::kAgain;
     Status status;
@@ -113,7 +120,8 @@ class FlushAgent final : public Membership::Listener,
   Resolution resolve(uint64_t number, Clock::time_point called, FlushReport::AbortReason abort,
                      Error why, Wish wish = Wish::kNone);
   // Notes that the operation has ended here. The caller touches nothing of the group any more.
-  void end(uint64_t number, const Status& status);
+  // `goesOn`: if it has ended well, further operations of its call follow.
+  void end(uint64_t number, const Status& status, bool goesOn = false);
 
   uint64_t ended() const { return endedWord_->load(std::memory_order_relaxed); }
 
@@ -127,6 +135,9 @@ class FlushAgent final : public Membership::Listener,
   bool doAllLeave();
   // The first half of leave(): only waits.
   void awaitEnded(uint64_t number, Deadline deadline);
+  Renewal& renewal() { return renewal_; }
+  // See Renewal::leave(). Other groups of this rank go on.
+  Status leaveSeries(Deadline deadline);
   // Tells the membership that an operation misses the ranks of `before` that are not in `now`.
   void noteMissed(const GroupView& before, const GroupView& now);
 
@@ -137,6 +148,7 @@ class FlushAgent final : public Membership::Listener,
   void onReconnected(int jobRank) override;
 
  private:
+  friend class Renewal;
   // Intervals of waits that no doorbell ends: between looks at mapped words, and between questions.
   static constexpr auto kLookAtWords = std::chrono::milliseconds(1);
   static constexpr auto kAskAgain = std::chrono::milliseconds(20);
@@ -195,7 +207,10 @@ class FlushAgent final : public Membership::Listener,
   std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const
       REQUIRES(mutex_);
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
+  bool awaitEnded(uint64_t number, Deadline deadline, bool holdsGoodbyes);
+  Status sendLeave(Deadline deadline);
   void awaitLeaveSent(Deadline deadline);
+  void tellSeriesEnd() REQUIRES(mutex_);
   bool missesLeaverSlowly(uint64_t number) const EXCLUDES(mutex_);
   uint64_t endedOf(int rank) const EXCLUDES(mutex_);
   FlushView viewOf(const View& job) const;
@@ -238,7 +253,9 @@ class FlushAgent final : public Membership::Listener,
   bool isStopped_ GUARDED_BY(mutex_) = false;
   bool isLooking_ GUARDED_BY(mutex_) = false;  // the timer of lookAgain() is set
   bool isTicking_ GUARDED_BY(mutex_) = false;  // the timer of awaitTick() is set
+  bool isEndTold_ GUARDED_BY(mutex_) = false;  // the owner knows that the series has ended
   FlushOutbox outbox_ GUARDED_BY(mutex_);
+  Renewal renewal_;
 };
 
 }  // namespace mooncake

@@ -22,11 +22,12 @@ constexpr size_t kAskedFirst = 2;
 // Members that leave tell each other (FlushMachine::leaving). A member that does not leave yet is
 // asked. The first pause gives all members the time to come, so that most need neither a question
 // nor our leave report.
-void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
+bool FlushAgent::awaitEnded(uint64_t number, Deadline deadline, bool holdsGoodbyes) {
   const auto size = static_cast<int>(options_.jobRanks.size());
   const auto hasEnded = [&](int r) REQUIRES(mutex_) {
     if (r == options_.rank || !machine_.isActive(r)) return true;
-    if (const auto& peer = *membership_.peer(options_.jobRanks[size_t(r)]); peer.disconnected) {
+    if (const auto& peer = *options_.roster->peer(options_.jobRanks[size_t(r)]);
+        peer.disconnected) {
       const auto how = peer.evidence.kind;
       if (how == Evidence::Kind::kGoodbye || how == Evidence::Kind::kEnded) {
         machine_.saidGoodbye(r);
@@ -49,6 +50,7 @@ void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
     return missing.empty() && (asking.count() > 0 || machine_.doAllLeave());
   };
   const auto holdGoodbyes = [&] {
+    if (!holdsGoodbyes) return;
     membership_.holdGoodbyes(Clock::now() +
                              std::min<Clock::duration>(kGoodbyes * pauseFor(size), kMostPause));
   };
@@ -60,7 +62,10 @@ void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
       const bool isDue = asking.takeDue(Clock::now());
       const bool wasOver = isOver();
       take(machine_.leaving(number));
-      if (wasOver) return holdGoodbyes();
+      if (wasOver) {
+        holdGoodbyes();
+        return true;
+      }
       if (std::erase_if(missing, [&](int r) { return owner_.endedWordOf(r) != nullptr; }) > 0) {
         (void)looking.takeDue(Clock::now());
         look = std::min(look, looking.next());
@@ -78,6 +83,11 @@ void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
       return isOver();
     });
   }
+  return false;
+}
+
+void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
+  (void)awaitEnded(number, deadline, true);
 }
 
 bool FlushAgent::doAllLeave() {
@@ -87,10 +97,34 @@ bool FlushAgent::doAllLeave() {
 
 void FlushAgent::leave(uint64_t number, Deadline deadline) {
   awaitEnded(number, deadline);
+  (void)sendLeave(deadline);
+}
+
+// Unlike leave(), it does not go before all have ended the series: another member may still need
+// this rank for the last operation, or for the close.
+Status FlushAgent::leaveSeries(Deadline deadline) {
+  const uint64_t last = ended();
+  if (!awaitEnded(last, deadline, false)) {
+    MOONCAKE_TRY(owner_.usable());
+    std::vector<int> missing;
+    Lock lock(mutex_);
+    for (int r = 0; r < int(options_.jobRanks.size()); ++r) {
+      if (r != options_.rank && machine_.isActive(r) && machine_.knownEnded()[size_t(r)] < last)
+        missing.push_back(r);
+    }
+    return {ErrorCode::kTimeout,
+            "group '" + options_.group + "' on " + nameRank(options_.rank) +
+                " cannot leave its closed series yet: " + nameRanks(missing, options_.globalRanks) +
+                " has not ended operation #" + std::to_string(last) + ". Call it again"};
+  }
+  return sendLeave(deadline);
+}
+
+Status FlushAgent::sendLeave(Deadline deadline) {
   failpoint("leave");
   // A rank that is out of the job sends no leave report: the view takes it out. An operation that
   // only an abort ended here does not count as ended in the report.
-  if (membership_.isOver()) return;
+  if (membership_.isOver()) return owner_.usable();
   {
     const Step step(*this);
     take(machine_.leave());
@@ -98,6 +132,7 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
     isLeftOut_ = false;
   }
   awaitLeaveSent(deadline);
+  return {};
 }
 
 // Members may still ask us for parts that they lack while we wait, but none depends on it.

@@ -42,13 +42,15 @@ std::vector<int> FlushOutbox::perform(const Due& due) {
     for (const int r : letter->to) {
       failpoint("tell");
       // A rank that cannot be reached is soon out of the view, or connected anew.
-      const auto& peer = membership_.peer(jobRanks_[size_t(r)]);
+      const auto& peer = roster_.peer(jobRanks_[size_t(r)]);
       const Status sent = engine.send(*peer, topic_, letter->message);
       if (letter->isFarewell && sent.code() == ErrorCode::kExhausted) unsent.push_back(r);
     }
   } else if (const auto* part = std::get_if<Part>(&due)) {
     failpoint("supply");
     owner_.putPart(part->copy, part->to);
+  } else if (const auto* close = std::get_if<SeriesClose>(&due)) {
+    owner_.onSeriesEnd(*close);
   } else {
     logLine(LogLevel::kDebug, engine.logName(), std::get<std::string>(due));
   }

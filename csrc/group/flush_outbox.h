@@ -7,6 +7,7 @@
 
 #include "base/mutex.h"
 #include "group/flush_owner.h"
+#include "membership/flush.h"
 #include "membership/membership.h"
 
 namespace mooncake {
@@ -25,11 +26,16 @@ class FlushOutbox {
     int to;
     SlotCopy copy;
   };
-  using Due = std::variant<Letter, Part, std::string>;  // a string: for the log
+  // A string: for the log. A close: the owner learns that the series has ended.
+  using Due = std::variant<Letter, Part, std::string, SeriesClose>;
 
-  FlushOutbox(FlushOwner& owner, Membership& membership, const std::vector<int>& jobRanks,
-              uint64_t topic)
-      : owner_(owner), membership_(membership), jobRanks_(jobRanks), topic_(topic) {}
+  FlushOutbox(FlushOwner& owner, Membership& membership, const Roster& roster,
+              const std::vector<int>& jobRanks, uint64_t topic)
+      : owner_(owner),
+        membership_(membership),
+        roster_(roster),
+        jobRanks_(jobRanks),
+        topic_(topic) {}
 
   void add(Due due) { due_.push_back(std::move(due)); }
   // Sends all entries, unless another thread is sending. Releases the lock meanwhile.
@@ -42,6 +48,7 @@ class FlushOutbox {
 
   FlushOwner& owner_;
   Membership& membership_;
+  const Roster& roster_;
   const std::vector<int>& jobRanks_;  // global ranks of the members
   const uint64_t topic_;
   std::vector<Due> due_;

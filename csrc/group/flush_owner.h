@@ -9,6 +9,7 @@
 #include "base/result.h"
 #include "base/wait.h"
 #include "group/slot.h"
+#include "membership/flush.h"
 
 namespace mooncake {
 
@@ -41,6 +42,8 @@ class FlushOwner {
   // On the loop's thread.
   virtual void onView(const GroupView& view) = 0;
   virtual void onReconnected(int rank) = 0;
+  // The series has ended on this rank. Once; on any thread, without the agent's lock.
+  virtual void onSeriesEnd(const SeriesClose& close) = 0;
 };
 
 }  // namespace mooncake

@@ -32,6 +32,7 @@ Operation::Operation(Group& group, const Call& call, Deadline deadline)
         ours.fullyMapped = group.window().fullyMapped();
         ours.sinceLoss = group.callsSinceLoss;
         ours.from = uint64_t(group.calledFrom);
+        ours.goesOn = call.goesOn || group.goesOn;
         return ours;
       }()),
       deadline_(deadline),
@@ -58,6 +59,7 @@ Status Operation::run(Algorithm& algorithm) {
       endSkipped(std::move(skipped));
       return {};
     }
+    if (begun.code() == ErrorCode::kMoved) return moved(begun.error());
     group_.lastView = agent_.viewWhenIdle();
     return named(begun.error());
   }
@@ -71,6 +73,10 @@ Status Operation::run(Algorithm& algorithm) {
       if (resolution.view) group_.lastView = std::move(resolution.view);
       if (resolution.status.code() == ErrorCode::kMismatch) group_.hasMismatched = true;
       return named(resolution.status.error());
+    }
+    if (resolution.kind == FlushAgent::Resolution::Kind::kMoved) {
+      algorithm.rollBack(*this, Algorithm::Rollback::kError);
+      return moved(resolution.status.error());
     }
     if (resolution.kind == FlushAgent::Resolution::Kind::kSkipped) {
       algorithm.rollBack(*this, Algorithm::Rollback::kError);
@@ -94,8 +100,14 @@ Status Operation::run(Algorithm& algorithm) {
   if (group_.lastView.get() != view_) group_.lastView = kept_ ? kept_ : agent_.view();
   if (status.ok()) group_.lastBegun = number_;
   if (status.code() == ErrorCode::kMismatch) group_.hasMismatched = true;
-  agent_.end(number_, status);
+  agent_.end(number_, status, call_.goesOn != 0);
   return status.ok() ? Status() : Status(named(status.error()));
+}
+
+// The series has ended before this operation, so the operation has no number.
+Status Operation::moved(const Error& why) {
+  --group_.lastNumber;
+  return named(why);
 }
 
 // The other ranks have ended the operation without us. This rank has published nothing of it.
@@ -104,6 +116,10 @@ void Operation::endSkipped(std::shared_ptr<const GroupView> view) {
   kept_ = group_.lastView = std::move(view);
   view_ = kept_.get();
   group_.lastBegun = number_;
+}
+
+void Operation::skipAfter(Clock::duration patience) {
+  if (!call_.goesOn) patience_ = patience;
 }
 
 void Operation::waitToSkip(Clock::duration patience) {
@@ -246,6 +262,10 @@ Status Operation::mismatch() {
     MOONCAKE_TRY(awaitStamp(r, &Slot::begun));
     const Call theirs = slot(r).call;
     std::string text = describeCall(theirs);
+    Call same = theirs;
+    same.goesOn = call_.goesOn;
+    if (theirs.goesOn != call_.goesOn && isOurCall(same))
+      text += theirs.goesOn ? ", to be continued" : ", as the last of its call";
     if (theirs.fullyMapped != call_.fullyMapped)
       text += theirs.fullyMapped ? " over shared memory" : " over messages";
     callers.add(r, text);

@@ -54,9 +54,11 @@ class Operation {
   Operation& operator=(const Operation&) = delete;
 
   // Ranks that have not begun the operation after `patience` are left out of it, if all agree. They
-  // are not lost, and take part in the next operation.
-  void skipAfter(Clock::duration patience) { patience_ = patience; }
+  // are not lost, and take part in the next operation. Without effect if further operations of the
+  // call follow: where those end a series, a rank that was left out would have to know.
+  void skipAfter(Clock::duration patience);
   // Runs the operation until it has ended, in any way. The error begins with the operation's name.
+  // kMoved: the group's series has ended before it, and it has published nothing.
   Status run(Algorithm& algorithm);
 
   Group& group() const { return group_; }
@@ -155,6 +157,7 @@ class Operation {
   template <typename IsReady>
   Status waitUntil(IsReady isReady);
   Status awaitStamp(int rank, StampWord word);
+  Status moved(const Error& why);
   void endSkipped(std::shared_ptr<const GroupView> view);
   void waitToSkip(Clock::duration patience);
   bool hasStamp(int rank, StampWord word) const;

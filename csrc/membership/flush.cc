@@ -12,8 +12,11 @@ namespace {
 //   u64 stopped at  bool has begun it  bool wants to skip
 //   u8 count, then for each operation that ended without some ranks, ascending:
 //     u64 number  contributors  skipped
+//   successors ready  u64 wish  bool has a close, then:  u64 its successor  u64 its number
 // An error:  u8 code  string message
-// Message:  u8 kind | report, or u64 ended  set also ended  set leaving; nothing for kAsk
+// Successors:  u8 count, then for each, ascending:  u64 digest
+// Message:  u8 kind | report, or u64 ended  set also ended  set leaving  successors ready;
+//   nothing for kAsk
 constexpr size_t kMostText = 1024;
 
 void writeError(ByteWriter& out, const Error& error) {
@@ -26,6 +29,29 @@ Error readError(ByteReader& in) {
   std::string message = in.getString(kMostText);
   const bool isKnown = code <= static_cast<uint8_t>(kLastErrorCode);
   return {isKnown ? static_cast<ErrorCode>(code) : ErrorCode::kProtocol, std::move(message)};
+}
+
+void writeSuccessors(ByteWriter& out, std::span<const uint64_t> successors) {
+  out.put(static_cast<uint8_t>(successors.size()));
+  for (const uint64_t one : successors) out.put(one);
+}
+
+// A list with more than kMostSuccessors is cut behind one more, which areSuccessors() refuses.
+std::vector<uint64_t> readSuccessors(ByteReader& in) {
+  const size_t count = std::min<size_t>(in.get<uint8_t>(), kMostSuccessors + 1);
+  std::vector<uint64_t> successors;
+  for (size_t i = 0; i < count && !in.failed(); ++i) successors.push_back(in.get<uint64_t>());
+  return successors;
+}
+
+bool areSuccessors(const std::vector<uint64_t>& successors) {
+  return successors.size() <= kMostSuccessors &&
+         std::ranges::is_sorted(successors, std::ranges::less_equal()) &&
+         (successors.empty() || successors[0] != 0);
+}
+
+bool isClose(const std::optional<SeriesClose>& close) {
+  return !close || (close->successor != 0 && close->number != ~uint64_t(0));
 }
 
 }  // namespace
@@ -72,6 +98,57 @@ void leaveOut(std::span<const FlushReport* const> reports, FlushDecision& decisi
   }
 }
 
+// A close that one rank has acted on stands. Else the series closes if one wishes it, and all that
+// go on are ready: before `next`, or behind it if a rank has begun it or it ends with an error.
+// Several wishes may be fulfilled; the smallest digest is.
+void decideClose(std::span<const FlushReport* const> reports, FlushDecision& decision) {
+  for (const FlushReport* report : reports) {
+    if (report->closing && (!decision.close || *report->closing < *decision.close))
+      decision.close = report->closing;
+  }
+  if (decision.close) return;
+  const auto areAllReady = [&](uint64_t successor) {
+    return std::ranges::all_of(reports, [&](const FlushReport* report) {
+      return report->hasLeft || std::ranges::binary_search(report->ready, successor);
+    });
+  };
+  uint64_t successor = 0;
+  for (const FlushReport* report : reports) {
+    const uint64_t wish = report->wish;
+    if (wish != 0 && (successor == 0 || wish < successor) && areAllReady(wish)) successor = wish;
+  }
+  if (successor == 0) return;
+  const bool isBegun = std::ranges::any_of(reports, [&](const FlushReport* report) {
+    return report->ended + 1 == decision.next && report->hasBegunNext();
+  });
+  const bool isBehind = isBegun || decision.error.code != ErrorCode::kOk;
+  decision.close = {successor, isBehind ? decision.next : decision.next - 1};
+}
+
+void decideNext(std::span<const FlushReport* const> reports, const Error* lost,
+                FlushDecision& decision) {
+  // An abort about an operation that another rank has ended is void.
+  const auto firstOf = [&](auto&& which) {
+    const FlushReport* first = nullptr;
+    for (const FlushReport* report : reports) {
+      const bool fits = report->ended + 1 == decision.next && which(*report);
+      if (fits && (!first || report->from < first->from)) first = report;
+    }
+    return first;
+  };
+  if (lost && firstOf([](const FlushReport& report) { return report.isOld; })) {
+    decision.error = *lost;
+    return;
+  }
+  for (const auto abort : {FlushReport::AbortReason::kTimeout, FlushReport::AbortReason::kAbort}) {
+    if (const auto* from = firstOf([&](const auto& report) { return report.abort == abort; })) {
+      decision.error = from->why;
+      return;
+    }
+  }
+  leaveOut(reports, decision);
+}
+
 }  // namespace
 
 FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Error* lost) {
@@ -98,27 +175,8 @@ FlushDecision decideFlush(std::span<const FlushReport* const> reports, const Err
         !decision.errorOf(report->ended + 1))
       decision.unfinished.push_back(report->ended + 1);
   }
-
-  // An abort about an operation that another rank has ended is void.
-  const auto firstOf = [&](auto&& which) {
-    const FlushReport* first = nullptr;
-    for (const FlushReport* report : reports) {
-      const bool fits = report->ended + 1 == decision.next && which(*report);
-      if (fits && (!first || report->from < first->from)) first = report;
-    }
-    return first;
-  };
-  if (lost && firstOf([](const FlushReport& report) { return report.isOld; })) {
-    decision.error = *lost;
-    return decision;
-  }
-  for (const auto abort : {FlushReport::AbortReason::kTimeout, FlushReport::AbortReason::kAbort}) {
-    if (const auto* from = firstOf([&](const auto& report) { return report.abort == abort; })) {
-      decision.error = from->why;
-      return decision;
-    }
-  }
-  leaveOut(reports, decision);
+  decideNext(reports, lost, decision);
+  decideClose(reports, decision);
   return decision;
 }
 
@@ -145,6 +203,9 @@ Bytes encodeFlushReport(const FlushReport& report) {
     contributors.write(out);
     skipped.write(out);
   }
+  writeSuccessors(out, report.ready);
+  out.put(report.wish).put(report.closing.has_value());
+  if (report.closing) out.put(report.closing->successor).put(report.closing->number);
   return out.take();
 }
 
@@ -172,6 +233,12 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
     GroupRanks contributors = GroupRanks::read(in);
     report.skipping.push_back({number, std::move(contributors), GroupRanks::read(in)});
   }
+  report.ready = readSuccessors(in);
+  report.wish = in.get<uint64_t>();
+  if (in.get<bool>()) {
+    const auto successor = in.get<uint64_t>();
+    report.closing = SeriesClose{successor, in.get<uint64_t>()};
+  }
   MOONCAKE_TRY(in.finish("flush report"));
   const bool ascending =
       std::ranges::is_sorted(report.failed, std::ranges::less_equal(), &FailedOperation::number);
@@ -184,12 +251,13 @@ Result<FlushReport> decodeFlushReport(ByteReader& in, int size) {
   });
   const bool isStoppedSomewhere = report.stoppedAt >= 1 && report.stoppedAt <= report.ended + 1 &&
                                   (report.hasBegun || !report.wantsToSkip);
+  const bool isOfSeries = areSuccessors(report.ready) && isClose(report.closing);
   const bool aborts = report.abort != FlushReport::AbortReason::kNone;
   if (report.from >= size || report.attempt.losses >= static_cast<uint32_t>(size) ||
       abort > static_cast<uint8_t>(FlushReport::AbortReason::kAbort) ||
       aborts != (report.why.code != ErrorCode::kOk) || count > kRemembered || !ascending ||
       !areEnded || !areErrors || skips > kRememberedSkips || !areSkipsEnded ||
-      !isStoppedSomewhere || report.ended == ~uint64_t(0)) {
+      !isStoppedSomewhere || !isOfSeries || report.ended == ~uint64_t(0)) {
     return Error{ErrorCode::kProtocol,
                  "a flush report does not make sense: do all ranks run the "
                  "same version?"};
@@ -205,6 +273,7 @@ Bytes encodeFlushMessage(const FlushMessage& message) {
     out.put(message.ended);
     message.alsoEnded.write(out);
     message.leaving.write(out);
+    writeSuccessors(out, message.ready);
   } else if (message.kind != Kind::kAsk) {
     out.putRaw(encodeFlushReport(message.report));
   }
@@ -228,8 +297,11 @@ Result<FlushMessage> decodeFlushMessage(ByteView bytes, int size) {
       message.ended = in.get<uint64_t>();
       message.alsoEnded = GroupRanks::read(in);
       message.leaving = GroupRanks::read(in);
+      message.ready = readSuccessors(in);
       MOONCAKE_TRY(in.finish("flush message"));
-      if (message.alsoEnded.end() <= size && message.leaving.end() <= size) return message;
+      if (message.alsoEnded.end() <= size && message.leaving.end() <= size &&
+          areSuccessors(message.ready))
+        return message;
       break;
     case Kind::kAsk:
       MOONCAKE_TRY(in.finish("flush message"));

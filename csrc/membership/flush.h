@@ -3,6 +3,7 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -30,6 +31,19 @@ struct FailedOperation {
   Error error;
 };
 
+// The end of a group's series of operations, at a place between two of them. The members go on in
+// a successor (docs/membership.md, section 9).
+struct SeriesClose {
+  uint64_t successor = 0;  // digest of the successor; the same on all members, never 0
+  // The series ends behind the first operation, from this one on, with which a call ends. 0: before
+  // the first operation.
+  uint64_t number = 0;
+
+  auto operator<=>(const SeriesClose&) const = default;
+};
+// Most successors for which a rank is ready at a time.
+constexpr size_t kMostSuccessors = 2;
+
 // An operation that ended well without the `skipped` ranks, which had not begun it in time.
 struct SkippingOperation {
   uint64_t number = 0;
@@ -56,6 +70,12 @@ struct FlushReport {
   bool hasBegun = false;     // it has begun `stoppedAt`, as any attempt
   bool wantsToSkip = false;  // it wants to skip the ranks that have not begun `stoppedAt`
 
+  std::vector<uint64_t> ready;         // successors that the rank has prepared; ascending, never 0
+  uint64_t wish = 0;                   // the one of them to which the rank wishes to move; 0: none
+  std::optional<SeriesClose> closing;  // the close that the rank has acted on
+  // The rank has left, and did not report for this flush: it does not go on. Not sent.
+  bool hasLeft = false;
+
   bool hasBegunNext() const { return hasBegun && stoppedAt == ended + 1; }
 };
 
@@ -72,6 +92,7 @@ struct FlushDecision {
   std::vector<SkippingOperation> skipping;  // below `next`, ended well without some ranks
   std::vector<uint64_t> unfinished;         // below `next`, begun and not ended by some rank
   GroupRanks leftOut;                       // reporting ranks that are left out of `next`
+  std::optional<SeriesClose> close;         // of the series, once it is decided
 
   // Returns the last operation that the reporting rank has ended once it has acted on this
   // decision, without fetching anything. The rank adopts the operation after that, or runs it
@@ -102,6 +123,7 @@ struct FlushMessage {
   uint64_t ended = 0;
   GroupRanks alsoEnded;
   GroupRanks leaving;
+  std::vector<uint64_t> ready;  // for kEnded: successors that the sender has prepared
 };
 
 Bytes encodeFlushMessage(const FlushMessage& message);

@@ -10,10 +10,6 @@ namespace {
 
 using Kind = FlushMessage::Kind;
 
-// Longest pause between repetitions, as a multiple of the first. No budget ends them: a rank that
-// lacks a report cannot go on.
-constexpr int kMostResend = 8;
-
 // "1.2": losses and round.
 std::string nameOf(const Attempt& attempt) {
   return std::to_string(attempt.losses) + "." + std::to_string(attempt.round);
@@ -25,6 +21,9 @@ std::string describe(const FlushReport& report) {
     text += ", wants #" + std::to_string(report.ended + 1) + " to end: " + report.why.message;
   if (report.wantsToSkip)
     text += ", wants to skip the ranks that have not begun #" + std::to_string(report.stoppedAt);
+  if (report.wish != 0) text += ", wishes to move";
+  if (report.closing)
+    text += ", closes the series behind #" + std::to_string(report.closing->number);
   return text;
 }
 
@@ -33,7 +32,8 @@ std::string describe(const FlushReport& report) {
 FlushMachine::FlushMachine(Options options)
     : options_(std::move(options)),
       knownEnded_(static_cast<size_t>(options_.size)),
-      leaveAfter_(static_cast<size_t>(options_.size)) {
+      leaveAfter_(static_cast<size_t>(options_.size)),
+      peersReady_(static_cast<size_t>(options_.size)) {
   for (int r = 0; r < options_.size; ++r) active_.push_back(r);
   members_ = decided_ = active_;
 }
@@ -122,7 +122,7 @@ Error FlushMachine::lostError() const {
 // -- messages
 
 FlushMessage FlushMachine::endedNow() const {
-  FlushMessage message{.kind = Kind::kEnded, .ended = ended_};
+  FlushMessage message{.kind = Kind::kEnded, .ended = ended_, .ready = ready_};
   for (int r = 0; r < options_.size; ++r) {
     if (r == options_.rank || knownEnded_[r] >= ended_) message.alsoEnded.add(r);
     if (r == options_.rank ? leavingAfter_.has_value() : leavesWithUs(r)) message.leaving.add(r);
@@ -241,7 +241,7 @@ FlushActions FlushMachine::stopped() {
   hasReported_ = true;  // [report]
   reportedFor_ = target_;
   note(actions, target_, "report sent: ", nameRank(mine.from), " ", describe(mine));
-  lastSaid_ = {mine.stoppedAt, mine.hasBegun, mine.wantsToSkip};
+  lastSaid_ = {mine.stoppedAt, mine.hasBegun, mine.wantsToSkip, mine.ready, mine.wish};
   lastReport_ = reports_[options_.rank] = mine;
   tellAll({.kind = Kind::kReport, .report = std::move(mine)}, actions);
   decide(actions);
@@ -256,6 +256,7 @@ void FlushMachine::heedLeavers(FlushActions& actions) {
     for (const FailedOperation& one : last.failed) {
       if (one.number > ended_) remember(one.number, one.error);
     }
+    if (last.closing && !close_) closes(*last.closing);
   }
   while (errorOf(ended_ + 1)) ++ended_;  // [heed-leaver]
   if (ended_ != before) actions.emplace_back(FlushAction::End{ended_});
@@ -276,6 +277,9 @@ FlushReport FlushMachine::soFar(Attempt attempt) {
   mine.stoppedAt = ended_ + 1;
   mine.hasBegun = begun_ == mine.stoppedAt;
   mine.wantsToSkip = mine.hasBegun && skips_ == mine.stoppedAt;
+  mine.ready = ready_;
+  mine.wish = wish_;
+  mine.closing = close_;
   return mine;
 }
 
@@ -343,6 +347,9 @@ FlushActions FlushMachine::leave() {
     leaveReport_->hasBegun = lastSaid_.hasBegun;
     leaveReport_->wantsToSkip = lastSaid_.wantsToSkip;
   }
+  // Another rank may have decided with the last report.
+  leaveReport_->ready = lastSaid_.ready;
+  leaveReport_->wish = lastSaid_.wish;
   std::vector<int> others;
   // Ranks that leave with us have heard from us, or from ranks that we have told.
   const bool areTold = leavingAfter_ && ended_ >= *leavingAfter_ &&
@@ -358,6 +365,7 @@ FlushActions FlushMachine::leave() {
   // From now on this rank takes part in no flush: a report would count it as a member.
   isFrozen_ = false;
   repeat_.reset();
+  asking_.reset();
   return actions;
 }
 
@@ -366,6 +374,7 @@ FlushActions FlushMachine::leave() {
 // nothing by itself. So a rank that lacks a report asks for it, and sends its own again.
 FlushActions FlushMachine::tick(Clock::time_point now) {
   FlushActions actions;
+  askTheUnready(now, actions);
   if (!repeat_ || !repeat_->takeDue(now) || !hasReported_) return actions;
   std::vector<int> askFor = missing();
   if (askFor.empty()) return actions;
@@ -403,6 +412,7 @@ FlushActions FlushMachine::received(int from, const FlushMessage& message, Clock
       message.alsoEnded.forEach([&](int r) { peerHasEnded(r, message.ended); });
       message.leaving.forEach(
           [&](int r) { leaveAfter_[r] = std::max(leaveAfter_[r], message.ended); });
+      peersReady_[from] = message.ready;
       passOn(actions);
       actions.emplace_back(FlushAction::LookUp{});
       break;
@@ -428,6 +438,7 @@ void FlushMachine::hear(const FlushReport& report, Clock::time_point now, FlushA
   if (!isFrozen_ || report.attempt != target_) return;
   note(actions, target_, "report received: ", nameRank(report.from), " ", describe(report));
   reports_[report.from] = report;
+  peersReady_[report.from] = report.ready;
   decide(actions);
 }
 
@@ -446,15 +457,19 @@ void FlushMachine::answer(int rank, Attempt attempt, FlushActions& actions) cons
 void FlushMachine::decide(FlushActions& actions) {
   if (!isFrozen_ || !hasReported_) return;
   if (std::ranges::any_of(active_, [&](int r) { return isMissing(r); })) return;
+  if (const auto later = laterFlushOfLeaver())
+    return join(*later, "a leaver's report", {}, actions);
   Reports reports;
   for (const int r : active_) {
     const auto [report, isNew] = reports_.try_emplace(r);
     if (isNew) {
       report->second = left_[r];
-      // Its last report was for an earlier flush: the claims about its operation do not count now.
+      // Its last report was for an earlier flush: its claims and its wish do not count now.
       if (report->second.attempt != target_) {
         report->second.stoppedAt = report->second.ended + 1;
         report->second.hasBegun = report->second.wantsToSkip = false;
+        report->second.wish = 0;
+        report->second.hasLeft = true;
       }
       report->second.attempt = target_;
     }
@@ -470,6 +485,8 @@ void FlushMachine::decide(FlushActions& actions) {
   note(actions, target_, "decided: #", decision.next,
        decision.error.code == ErrorCode::kOk ? " starts again" : " ends with an error: ",
        decision.error.message);
+  if (decision.close)  // [closes]
+    note(actions, target_, "decided: the series closes behind #", decision.close->number);
   act(decision, reports, actions);
 }
 
@@ -509,6 +526,7 @@ void FlushMachine::act(const FlushDecision& decision, const Reports& reports,
   note(actions, target_, "acted: #", ended_, " has ended here",
        toTake_ ? ", this rank adopts the next" : "", "; ", members_.size(), " of ", options_.size,
        " ranks go on", first_.number ? ", the next runs without some of them" : "");
+  if (decision.close) closes(*decision.close);
   decided_ = active_;
   attempt_ = target_;
   abortReason_ = AbortReason::kNone;

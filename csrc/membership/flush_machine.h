@@ -82,6 +82,7 @@ struct FlushView {
 //  - It calls stopped() as soon as wantsReport() is true and, after Freeze, it sees the caller in
 //    no operation. It reads the caller's last ended operation after that; otherwise the report may
 //    deny an operation that the caller has committed.
+//  - It calls move() as soon as wantsToMove() is true.
 //  - It may lose messages and deliver them in any order.
 class FlushMachine {
  public:
@@ -139,6 +140,24 @@ class FlushMachine {
   // The caller has ended its last operation, and so have all other members.
   FlushActions leave();
 
+  // -- how the series ends (flush_close.cc)
+
+  // This rank has prepared the successor. Returns nothing if it is ready for as many already.
+  std::optional<FlushActions> readyFor(uint64_t successor);
+  // Takes that back, and a wish for it. A flush that is under way may still decide a close with it.
+  FlushActions notReadyFor(uint64_t successor);
+  // This rank wishes to move to the successor, until a close is decided. 0: it wishes no more.
+  void wishesFor(uint64_t successor, Clock::time_point now);
+  // The rank has a wish, and knows of every member that it is ready.
+  bool wantsToMove() const;
+  // Begins a round without a reason, also in no operation.
+  FlushActions move(Clock::time_point now);
+  // The close that this rank has acted on. Once set, it stays.
+  const std::optional<SeriesClose>& close() const { return close_; }
+  uint64_t wish() const { return wish_; }
+  // Active members that are not known to be ready for it; this rank, too.
+  std::vector<int> unready(uint64_t successor) const;
+
   // -- events from other ranks, and timers
 
   FlushActions received(int from, const FlushMessage& message, Clock::time_point now);
@@ -147,9 +166,7 @@ class FlushMachine {
   FlushActions reconnected(int rank, bool isInOperation, Clock::time_point now);
   FlushActions tick(Clock::time_point now);
   // When tick() has work to do if no other event comes first.
-  std::optional<Clock::time_point> nextTick() const {
-    return repeat_ ? std::optional(repeat_->next()) : std::nullopt;
-  }
+  std::optional<Clock::time_point> nextTick() const;
   // Asks the ranks that may still read the slot of this operation how far they are.
   FlushActions askForSlot(uint64_t number) const;
 
@@ -184,6 +201,9 @@ class FlushMachine {
 
  private:
   using Reports = std::vector<const FlushReport*>;
+  // Longest pause between repetitions, as a multiple of the first. No budget ends them: a rank that
+  // lacks a report cannot go on.
+  static constexpr int kMostResend = 8;
 
   Attempt newest() const { return isFrozen_ ? target_ : attempt_; }
   bool isInView(int rank) const;
@@ -199,6 +219,9 @@ class FlushMachine {
   }
   void heedLeavers(FlushActions& actions);
   void endFirst();
+  void closes(const SeriesClose& close);
+  std::optional<Attempt> laterFlushOfLeaver() const;
+  void askTheUnready(Clock::time_point now, FlushActions& actions);
   void rememberSkip(SkippingOperation operation);
   FlushReport soFar(Attempt attempt);
 
@@ -235,6 +258,8 @@ class FlushMachine {
   struct {
     uint64_t stoppedAt = ~uint64_t(0);
     bool hasBegun = false, wantsToSkip = false;
+    std::vector<uint64_t> ready;
+    uint64_t wish = 0;
   } lastSaid_;                              // values of the last report
   std::optional<FlushReport> leaveReport_;  // set once we have left
   std::map<int, FlushReport> reports_;      // for target_
@@ -251,6 +276,11 @@ class FlushMachine {
   SkippingOperation first_;  // the next one, if it runs without some ranks; else number 0
   std::deque<SkippingOperation> skipping_;  // the last kRememberedSkips without some ranks
   std::deque<SkippingOperation> untold_;    // skips of this rank that the caller has yet to call
+  std::vector<uint64_t> ready_;             // ascending
+  std::vector<std::vector<uint64_t>> peersReady_;  // by rank, as last heard; not of this rank
+  uint64_t wish_ = 0;
+  std::optional<Repetition> asking_;  // of the members that are not known to be ready
+  std::optional<SeriesClose> close_;
   AbortReason abortReason_ = AbortReason::kNone;
   uint64_t abortNumber_ = 0;
   Error why_;

@@ -81,8 +81,8 @@ byte reported[M * M], reportedJoins[M * M]; /* whom the second has ever reported
 int told[M];          /* a rank's report, which is its crash report, too: WORD */
 byte due[M];          /* whom the driver has still to send it */
 int net[M * M];       /* under way from the first to the second: WORD, and SENT */
-int byes;             /* goodbyes under way: bits from * M + to */
-int cut;              /* links: bits from * M + to */
+int byes;             /* goodbyes under way: LINK */
+int cut;              /* links: LINK */
 byte dead, over;      /* masks: exited; in peace, by a goodbye, evicted or in the minority */
 byte again[M];        /* reports were lost: so often at most it sends its own again */
 byte chain[M + J + 1], chainJoins[M + J + 1], by[M + J + 1]; /* ghost: a committed view (the sets), by size; and who committed it */
@@ -122,8 +122,9 @@ byte ad = AD;
 #define W_JOINS(w) ((((w) >> (4 * SET)) & (BIT(J) - 1)) << N)
 #define W_ENTERED(w) ((((w) >> (4 * SET + J)) & (BIT(J) - 1)) << N)
 #define OF_VIEW (BIT(SET) - 1 | (BIT(J) - 1) << (4 * SET + J)) /* those bits of a report that say what was committed */
-#define LINK(from, to) BIT((from) * M + (to))
+#define LINK(from, to) ((from) == (to) -> 0 : BIT((from) * (M - 1) + (to) - ((to) > (from)))) /* 30 bits for six */
 #define UP(from, to) ((cut & LINK(from, to)) == 0)
+#define SAID_BYE(from, to) ((byes & LINK(from, to)) != 0)
 #define ENDED(r) (HAS(dead, r) || HAS(over, r))
 
 hidden byte x, rest, live, sendTo, was, o, m;
@@ -409,7 +410,7 @@ inline give_up_on() {
 #else
 #define PATIENT(r) true
 #endif
-#define SILENT(r) (PATIENT(r) && KNOWS(r) && !HAS(OUT(me) | heldBack[me], r) && (ENDED(r) && !HAS(byes >> (r * M), me) || !UP(r, me)))
+#define SILENT(r) (PATIENT(r) && KNOWS(r) && !HAS(OUT(me) | heldBack[me], r) && (ENDED(r) && !SAID_BYE(r, me) || !UP(r, me)))
 #define SILENCE(r) (SILENT(r) -> BIT(r) : 0)
 #define SILENCES UNION(SILENCE)
 
@@ -440,7 +441,7 @@ end:
   :: d_step { !ENDED(me) && HAS(dead, r) && KNOWS(r) && !HAS(lastKnown[me] | committed[me], r) && HOST(r) == HOST(me) -> \
        LASTWORD(r); if :: !HAS(over, me) && !HAS(committed[me], r) -> exited(r, 1) :: else fi } \
   TOLD(r) \
-  :: d_step { !ENDED(me) && HAS(byes >> (r * M), me) && KNOWS(r) && (UP(r, me) || HAS(dead | over, r) && HOST(r) == HOST(me)) -> \
+  :: d_step { !ENDED(me) && SAID_BYE(r, me) && KNOWS(r) && (UP(r, me) || HAS(dead | over, r) && HOST(r) == HOST(me)) -> \
        byes = byes & ~LINK(r, me); received(r, told[r], true); if :: !HAS(over, me) -> goodbyeOf(r) :: else fi } \
   SUSPECT(r)
 

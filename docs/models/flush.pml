@@ -14,8 +14,8 @@
  *   -DVL=1       views that take out who has left: nobody is lost with it
  *   -DSK=1       wishes to skip whoever has not begun the operation
  *   -DPRE=1      the last rank was out before the group was made; each of the others knew that then, or learns it later
- *   -DMV=1       renewals: so many members at most wish to move to the next series, for which all are prepared (no code yet:
- *                "Renewals" in docs/membership.md). -DRDY: each is prepared at its own time. -DFOLLOWED=1: operation 0 is followed by
+ *   -DMV=1       renewals: so many members at most wish to move to the next series, for which all are prepared (see
+ *                "Renewals" in docs/membership.md). -DPREP: each is prepared at its own time. -DFOLLOWED=1: operation 0 is followed by
  *                another one of the same call (bits). -DCARRY: the next series writes to memory of this one
  *   -DM_...      one rule broken: must give a counterexample
  *   -DLATE       (traces) the leaver alone decides a timeout, until there is a view
@@ -146,10 +146,11 @@
 #define R_READY(x) (((x) >> 14) & 1)   /* is prepared for the next series */
 #define R_MOVES(x) (((x) >> 15) & 1)   /* and wishes to move to it */
 #define R_CLOSE(x) (((x) >> 16) & 7)   /* knows of a close that was decided: after so many operations, + 1 */
+#define R_REACHED(x) (((x) >> 19) & 1) /* and stands at it: no operation of this series comes any more */
 #ifdef M_MOVE_FORGOTTEN
 #define SAID_OF_MOVE | (bgn << 13) | (IS_READY(me) << 14) | (wm << 15)
 #else
-#define SAID_OF_MOVE | (bgn << 13) | (IS_READY(me) << 14) | (wm << 15) | (close[me] << 16)
+#define SAID_OF_MOVE | (bgn << 13) | (IS_READY(me) << 14) | (wm << 15) | (close[me] << 16) | (CLOSES << 19)
 #endif
 #elif SK > 0
 #define REPORTS short
@@ -197,10 +198,11 @@ byte sk = AT_ONCE(SK);    /* wishes still to come */
 byte vl = AT_ONCE(VL);    /* views without who has left still to be committed */
 #endif
 #if MV > 0
+byte lastmove[N];         /* who left: what its last report said of moving */
 byte close[N];            /* a decided close that it has acted on: the operations that come before it, + 1 */
 byte moved[N];            /* ghost: has moved to the next series, after so many operations, + 1 */
 byte mv = AT_ONCE(MV);    /* wishes to move still to come */
-#ifdef RDY
+#ifdef PREP
 byte ready;               /* members that are prepared */
 #define IS_READY(r) HAS(ready, r)
 #else
@@ -668,7 +670,7 @@ proctype Rank(byte me) {
 
 #if MV > 0
   /* ======== renewal: the close, the next series, the end of this one ======== */
-#ifdef RDY
+#ifdef PREP
   :: d_step { ph != P_END && !IS_READY(me) -> SAY(prepared, 0, 0); ready = ready | BIT(me) } /*                      [prepared] */
 #endif
   /* a caller of recover_ranks, idle or in an operation                                                   [wish-to-move] */
@@ -714,9 +716,14 @@ proctype Rank(byte me) {
 #endif
 #define MAY_GO (ph == P_LEAVE && (!fz || rpd) && !AT_IT && EVERY(LET_GO))
 #if SK > 0
-#define SAY_AGAIN lastsaid[me] = REP(tag[me], me) >> 8
+#define SAY_SKIP_AGAIN lastsaid[me] = REP(tag[me], me) >> 8
 #else
-#define SAY_AGAIN skip
+#define SAY_SKIP_AGAIN skip
+#endif
+#if MV > 0 && !defined(M_MOVE_UNSAID)
+#define SAY_AGAIN SAY_SKIP_AGAIN; lastmove[me] = (REP(tag[me], me) >> 14) & 3
+#else
+#define SAY_AGAIN SAY_SKIP_AGAIN
 #endif
 #define GO SAYMORE(gone, TAG(tag[me]), OLD, 0); left = left | BIT(me); if :: OLD -> leftold = leftold | BIT(me) :: else fi; \
        KNOW(0); fz = 0; rpd = 0; ade = 0; out = 0; nm = 0; ph = P_END
@@ -831,7 +838,8 @@ proctype Rank(byte me) {
    * ended, and the last tag that it reported for. Whether it is in follows from that tag, as it does from the report: not from
    * which of the two was here first.                                                                    [decide] */
 #if MV > 0 && !defined(M_MOVE_LEFT)
-#define SAID_OF_CLOSE(r) | (close[r] << 16)
+#define SAID_OF_CLOSE(r) | (close[r] << 16) | ((close[r] != 0 && rd[r] + 1 >= close[r]) << 19) | SAID_LAST(r)
+#define SAID_LAST(r) ((tag[r] == tag[me] -> lastmove[r] : 0) << 14)
 #else
 #define SAID_OF_CLOSE(r)
 #endif
@@ -962,6 +970,16 @@ proctype Rank(byte me) {
 #else
        assert(y <= k + 2); /* two verdicts in a report are enough */
 #endif
+#if MV > 0 && !defined(M_MOVE_RAISED) /* behind a close that one has reached there is no E to be ended */
+       x = 0;
+       do
+       :: x < N ->
+          v = REP_OF(x);
+          if :: !HAS(OUTSIDE, x) && VALID(v) && R_ENDED(v) == y && R_REACHED(v) -> out = 0 :: else fi;
+          x++
+       :: else -> break
+       od;
+#endif
 #if SK > 0
        /* E starts again: does somebody wish to skip, and nobody has to take an operation over? Then without those who have not begun E */
        z = 0; w = 0; x = 0;
@@ -1007,7 +1025,7 @@ proctype Rank(byte me) {
           :: !HAS(OUTSIDE, x) && VALID(v) ->
              assert(dcl == 0 || R_CLOSE(v) == 0 || R_CLOSE(v) == dcl);
              if :: R_CLOSE(v) != 0 -> dcl = R_CLOSE(v) :: else fi;
-             w = w & R_READY(v); u = u | R_MOVES(v);
+             if :: HAS(nm, x) -> w = w & R_READY(v); u = u | R_MOVES(v) :: else fi; /* who left before is in no later series */
              if :: R_ENDED(v) == y && R_STARTED(v) -> z = 1 :: else fi
           :: else
           fi;
@@ -1193,10 +1211,10 @@ anew:
      d_step {
        mv = AT_ONCE(MV); x = 0;
        do
-       :: x < N -> close[x] = 0; moved[x] = 0; x++
+       :: x < N -> close[x] = 0; moved[x] = 0; lastmove[x] = 0; x++
        :: else -> break
        od;
-#ifdef RDY
+#ifdef PREP
        ready = 0
 #endif
      }

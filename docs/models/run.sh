@@ -2,23 +2,25 @@
 # Verifies the models beside it (flush.pml, view.pml, agreement.pml, line.pml): every variant must pass, every mutant must give a counterexample.
 #
 #   docs/models/run.sh            everything (about 20 minutes on one core that others use too, 1.5 GB, and longer for join-, move-)
-#   docs/models/run.sh --quick    a slice: what takes a second, a mutant of each kind (well under a minute)
+#   docs/models/run.sh --quick    a slice: a variant and a mutant of each kind, those that take a second (a minute at most)
 #   docs/models/run.sh mut        only the lines whose name contains "mut"
 #   docs/models/run.sh -t NAME    the counterexample of one mutant, step by step
 #   docs/models/run.sh --replay 10000 [TESTS]   so many random traces of the models, replayed against the code by the C++ tests,
 #                                 TESTS or those that tests/run.sh built (3 minutes)
+#   docs/models/run.sh --random 20   4 members and 2 candidates, too many for a whole search: that many searches of each variant, each
+#                                 in another random order and with few bits for states (some seconds each)
 #   docs/models/run.sh --slice    writes the traces that every run of the C++ tests replays
 #
-# Needs spin and a C compiler; installs nothing. Exit status 0: all as expected.
+# Needs spin and a C compiler, gcc or $CC (tcc: compiles at once and searches at half the speed); installs nothing.
+# Exit status 0: all as expected.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
-for tool in spin gcc; do
+for tool in spin "${CC:=gcc}"; do
   command -v "$tool" >/dev/null || { echo "run.sh: $tool is missing (Debian, Ubuntu: apt-get install $tool)" >&2; exit 2; }
 done
-quick=' flush-small flush-inplace flush-outofplace msg-small msg-inplace view-crashes view-grace-crashes calls-crashes mut-calls-noall
-  join-alone mut-join-unasked mut-join-quorum line-calls mut-line-told mut-line-mailbox
-  skip-small skip-msg mut-skipends mut-skipone mut-skipown mut-skiptaken mut-skipleft
-  mut-depth1 mut-input mut-nodone mut-numberonly mut-leftisout mut-beginfrozen mut-reportfirst mut-anytag mut-noquorum mut-noword mut-notall '
+quick=' flush-raise-before flush-outofplace msg-outofplace skip-acyclic view-grace-split calls-crashes join-alone join-accuses line-calls
+  mut-depth1 mut-nodone mut-skipone mut-noword mut-calls-noall mut-join-unasked mut-join-terms mut-join-believed mut-line-mailbox
+  mut-move-own mut-move-raised '
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
 
@@ -137,7 +139,7 @@ mut-join-quorum       | mutant  | agreement | -DM_JOIN_QUORUM -DN=2 -DJ=1 -DHOST
 mut-join-certain      | mutant  | agreement | -DM_JOIN_CERTAIN -DN=2 -DJ=1 -DHOSTS=4 -DCUT=1 -DCR=1 -DNOW -DLAUNCHER -DAD=1
 mut-join-amnesia      | mutant  | agreement | -DM_JOIN_AMNESIA -DN=2 -DJ=1 -DWS=2 -DNOW -DAD=1
 mut-join-alone        | mutant  | agreement | -DM_JOIN_ALONE -DN=2 -DJ=1 -DCR=2 -DNOW -DAD=1
-mut-join-terms        | mutant  | agreement | -DM_JOIN_TERMS -DSEAT=1 -DJ=1 -DHOSTS=4 -DCR=1 -DCUT=1 -DAD=1 -DNOW
+mut-join-terms        | mutant  | agreement | -DM_JOIN_TERMS -DSEAT=1 -DJ=1 -DHOSTS=4 -DCR=1 -DCUT=1 -DLC -DONELINK -DAD=1 -DNOW
 mut-join-two          | mutant  | agreement | -DM_JOIN_TWO -DN=2 -DJ=2 -DONESEAT -DNOW -DAD=2
 mut-join-believed     | mutant  | agreement | -DM_JOIN_BELIEVED -DN=2 -DJ=1 -DWC -DWS=1 -DLOST=0 -DNOW -DAD=1
 line-calls            | ok      | line | -DCALLS=2 -DC=1
@@ -150,17 +152,20 @@ mut-line-returns      | mutant  | line | -DM_LINE_RETURNS -DCALLS=1 -DC=0
 mut-line-nodrain      | mutant  | line | -DM_LINE_NODRAIN -DALLASK -DC=0
 mut-line-mailbox      | mutant  | line | -DM_LINE_MAILBOX -DMSGS=1 -DCALLS=1 -DC=0
 mut-line-retired      | mutant  | line | -DM_LINE_RETIRED -DMSGS=1 -DCALLS=1 -DC=0
-move-prepared         | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DRDY
+move-prepared         | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DPREP
 move-death            | ok      | flush | -DMV=1 -DNOPS=1 -DC=1
 move-call             | ok      | flush | -DMV=1 -DNOPS=2 -DC=0 -DFOLLOWED=1
 move-carry            | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DCARRY
 move-timeout          | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DTB=1
 move-skip             | ok      | flush | -DMV=1 -DSK=1 -DNOPS=1 -DC=0
 move-raise            | ok      | flush | -DRAISE -DMV=1 -DNOPS=1 -DC=1
+move-leaver           | ok      | flush | -DMV=1 -DNOPS=2 -DC=0 -DL2=1
 move-msg              | ok      | flush | -DMSG -DMV=1 -DNOPS=1 -DC=1
 mut-move-own          | mutant  | flush | -DM_MOVE_OWN -DMV=1 -DNOPS=2 -DC=0
 mut-move-begun        | mutant  | flush | -DM_MOVE_BEGUN -DMV=1 -DNOPS=1 -DC=0
-mut-move-forgotten    | mutant  | flush | -DM_MOVE_FORGOTTEN -DMV=1 -DNOPS=1 -DC=1
+mut-move-forgotten    | mutant  | flush | -DM_MOVE_FORGOTTEN -DRAISE -DMV=1 -DNOPS=1 -DC=1
+mut-move-raised       | mutant  | flush | -DM_MOVE_RAISED -DRAISE -DMV=1 -DNOPS=1 -DC=1
+mut-move-unsaid       | mutant  | flush | -DM_MOVE_UNSAID -DMV=1 -DNOPS=2 -DC=0 -DL2=1
 mut-move-inside       | mutant  | flush | -DM_MOVE_INSIDE -DMV=1 -DNOPS=2 -DC=0 -DFOLLOWED=1
 mut-move-early        | mutant  | flush | -DM_MOVE_EARLY -DMSG -DMV=1 -DNOPS=1 -DC=1
 mut-move-left         | mutant  | flush | -DM_MOVE_LEFT -DMV=1 -DNOPS=1 -DC=1
@@ -185,10 +190,12 @@ four-small            | ok      | flush | -DN=4 -DNOPS=1 -DC=3
 '
 
 build() { # name, expectation, model, flags...: leaves an executable pan in its own folder
-  local dir=$work/$1 how=-DSAFETY model=$here/$3.pml
-  [ "$2" = acyclic ] && how=-DNP; shift 3
+  local dir=$work/$1 how=-DSAFETY store=-DCOLLAPSE model=$here/$3.pml
+  [ "$2" = acyclic ] && how=-DNP
+  [ "$2" = random ] && store='-DBITSTATE -DT_RAND -DP_RAND'
+  shift 3
   mkdir -p "$dir" && cd "$dir" && spin "$@" -a "$model" >spin.log 2>&1 &&
-    gcc -O2 -w $how -DMEMLIM=3000 -DCOLLAPSE -DVECTORSZ=512 -o pan pan.c >>spin.log 2>&1 || { cat spin.log; return 1; }
+    "$CC" -O2 -w $how -DMEMLIM=3000 $store -DVECTORSZ=512 -o pan pan.c >>spin.log 2>&1 || { cat spin.log; return 1; }
 }
 
 if [ "${1:-}" = -t ]; then
@@ -197,6 +204,18 @@ if [ "${1:-}" = -t ]; then
   build $name $want $model $flags && cd "$work/$2" && ./pan -n -m1000000 >/dev/null
   spin $flags -k ./*.trail -p "$here/${model// /}.pml" | grep -vE 'break|goto'; exit
 fi
+
+# What is searched at random (--random): the last three are mutants, which must be found.
+random='
+random-crashes        | ok      | -DCR=2
+random-wrong          | ok      | -DWS=2
+random-hosts          | ok      | -DHOSTS=2 -DCUT=2 -DONELINK -DCR=1 -DLAUNCHER
+random-leave          | ok      | -DLV=1 -DCR=1
+random-seat           | ok      | -DSEAT=1 -DONESEAT -DCR=2
+mut-random-unasked    | mutant  | -DM_JOIN_UNASKED -DCR=2
+mut-random-amnesia    | mutant  | -DM_JOIN_AMNESIA -DWS=2
+mut-random-two        | mutant  | -DM_JOIN_TWO -DONESEAT
+'
 
 # What is replayed against the code: the variants in turn, each time with another seed. Spin goes on at random until nothing
 # is left to do. The line before ten traces says how to make them again: spin -T -B -DTRACE=10, the flags, the model.
@@ -283,6 +302,29 @@ case ${1:-} in
       MOONCAKE_TEST_TRACES=$work/traces nice "$tests" --gtest_filter='Replay.*'
     exit ;;
 esac
+
+if [ "${1:-}" = --random ]; then
+  bad=0
+  printf '%-21s %-8s %-21s %9s %12s\n' name wanted found searches states
+  while IFS='|' read -r name want flags; do
+    name=${name// /} want=${want// /} found='no error' states=0 seed=0
+    [ -n "$name" ] || continue
+    build $name random agreement -DN=4 -DJ=2 -DNOW -DAD=3 $flags || exit 2
+    cd "$work/$name" || exit 2
+    while [ "$found" = 'no error' ] && ((seed++ < $2)); do
+      nice ./pan -n -m20000 -w20 -RS$seed >pan.log 2>&1 || found='search not completed'
+      grep -q 'errors: 0' pan.log || found=$(grep -oE 'assertion violated|invalid end state|aborted' pan.log | head -1)
+      states=$((states + $(awk '/states, stored/ { printf "%d", $1 }' pan.log)))
+    done
+    case $want:$found in
+      ok:'no error' | mutant:'assertion violated' | mutant:'invalid end state') ;;
+      *) found="$found  <== UNEXPECTED"; bad=$((bad + 1)) ;;
+    esac
+    printf '%-21s %-8s %-21s %9s %12s\n' "$name" "$want" "$found" $((seed > $2 ? $2 : seed)) $states
+  done <<<"$random"
+  [ $bad -eq 0 ] && echo "all as expected" || echo "$bad not as expected"
+  exit $((bad > 0))
+fi
 
 if [ "${1:-}" = --quick ]; then
   for name in $quick; do wanted+=$(grep -E "^$name " <<<"$cases")$'\n' || { echo "run.sh: no case $name" >&2; exit 2; }; done

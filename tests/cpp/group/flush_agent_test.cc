@@ -61,7 +61,11 @@ class FlushAgentTest : public ::testing::Test {
     for (int r = 0; r < group(rank).size(); ++r) everybody.push_back(r);
     agents_.push_back(std::make_shared<FlushAgent>(
         group(rank), *group(rank).membership(),
-        FlushAgent::Options{.group = "test", .rank = rank, .jobRanks = everybody, .topic = topic}));
+        FlushAgent::Options{.group = "test",
+                            .rank = rank,
+                            .jobRanks = everybody,
+                            .roster = group(rank).membership()->roster(),
+                            .topic = topic}));
     agents_.back()->start();
   }
 
@@ -281,7 +285,8 @@ TEST_F(FlushAgentTest, WhoIsSkippedEndsWhenAllOthersHave) {
   EXPECT_EQ(agent(2).viewWhenIdle()->active, (std::vector{0, 1, 2})) << "it is not lost";
 
   const auto hasEnded = [](int rank) {
-    return Letter{rank, 2, ByteWriter().put(kEnded).put(kFirst).put(uint64_t(0)).take()};
+    return Letter{rank, 2,
+                  ByteWriter().put(kEnded).put(kFirst).put(uint64_t(0)).put(uint8_t(0)).take()};
   };
   agent(0).end(kFirst, {});
   auto late = std::async(std::launch::async, [&] { return agent(2).begin(kFirst); });
@@ -340,6 +345,24 @@ TEST_F(FlushAgentTest, WhoLacksALeaversReportIsToldThatItLeft) {
   deliver(take(0, 1, kRepeat));
   deliver(take(1, 0, kLeft));
   EXPECT_EQ(waits.get().status.error().message, "too late");
+}
+
+// [mut-move-begun] The caller has parked before it published that it began: its call moves.
+TEST_F(FlushAgentTest, ACallThatHasPublishedNothingMovesWithTheClose) {
+  makeAgents(2);
+  for (int r = 0; r < 2; ++r) ASSERT_TRUE(agent(r).renewal().readyFor(7).ok());
+  take(0, 1, kEnded);  // is lost
+  deliver(take(1, 0, kEnded));
+  ASSERT_TRUE(agent(1).begin(kFirst).ok());
+  agent(0).renewal().wishFor(7);
+  deliver(take(0, 1, kReport));
+  auto moves = resolve(1, kFirst, AbortReason::kNone);
+  deliver(take(1, 0, kReport));
+  EXPECT_EQ(moves.get().kind, Kind::kMoved);
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(agent(r).renewal().close(), (SeriesClose{7, kFirst - 1}));
+    EXPECT_EQ(agent(r).begin(kFirst).code(), ErrorCode::kMoved);
+  }
 }
 
 // Messages for a topic that is not open yet are kept, up to a limit.
