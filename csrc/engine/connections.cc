@@ -258,6 +258,14 @@ Bytes Connections::endpointOf(const EngineId& id) const {
   return found == endpoints_.end() ? Bytes() : found->second;
 }
 
+void Connections::noteEndpoint(const EngineId& id, ByteView endpoint, const std::string& name) {
+  Lock lock(mutex_);
+  const auto peer = known(id);
+  if (!peer) return;
+  if (peer->name.empty()) peer->name = name;
+  keepEndpoint(id, endpoint);
+}
+
 std::shared_ptr<Peer> Connections::end(const EngineId& id, const Evidence& evidence) {
   Lock lock(mutex_);
   const auto peer = known(id);

@@ -59,6 +59,8 @@ class Connections {
   std::map<EngineId, std::shared_ptr<Peer>> all() const;
   // Returns the endpoint of a connected peer; empty: it is not known.
   Bytes endpointOf(const EngineId& id) const;
+  // Keeps the endpoint of a connected peer that has called us, and names it for the log.
+  void noteEndpoint(const EngineId& id, ByteView endpoint, const std::string& name);
   // Marks the peer as disconnected, for this reason. Returns it if it was not marked before, else
   // null. A peer whose channel has not come yet is marked when it comes.
   std::shared_ptr<Peer> end(const EngineId& id, const Evidence& evidence);

@@ -13,6 +13,9 @@
 namespace mooncake {
 namespace {
 
+// Pause before a peer that was being called is forgotten.
+constexpr auto kForgetAgain = std::chrono::milliseconds(100);
+
 // Returns the transports to use, best first: all built-in ones, or the transports that the
 // environment names, in that order.
 Result<std::vector<const TransportEntry*>> chooseTransports(const EngineEnv& env) {
@@ -223,6 +226,14 @@ Engine::~Engine() {
 
 Bytes Engine::endpoint() const { return encodeEndpoint(context_->id, transports_); }
 
+void Engine::forgetSoon(const std::shared_ptr<Peer>& peer) {
+  loop_->post([this, peer] {
+    // A caller of the peer is about to see that it has ended.
+    if (!connections_->forget(peer, Deadline::after(Clock::duration::zero())).ok())
+      loop_->runAt(Deadline::after(kForgetAgain), [this, peer] { forgetSoon(peer); });
+  });
+}
+
 EngineCounters Engine::counters() const {
   const Connections::Counters peers = connections_->counters();
   const Outbox::Accepted sent = outbox_->accepted();
@@ -283,7 +294,8 @@ void Engine::watch(Interrupt* interrupt, Doorbell* bell) {
 
 void Engine::unwatch(Interrupt* interrupt) {
   Lock lock(mutex_);
-  std::erase_if(watchers_, [&](const auto& watcher) { return watcher.first == interrupt; });
+  const auto found = std::ranges::find(watchers_, interrupt, [](const auto& w) { return w.first; });
+  if (found != watchers_.end()) watchers_.erase(found);
 }
 
 }  // namespace mooncake

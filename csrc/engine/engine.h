@@ -123,6 +123,18 @@ class Engine {
   Status forget(const std::shared_ptr<Peer>& peer, Deadline deadline) {
     return connections_->forget(peer, deadline);
   }
+  // The same, on the loop's thread, and tried again until it succeeds.
+  void forgetSoon(const std::shared_ptr<Peer>& peer);
+  // Returns the latest object of a peer that has been connected, or null. Any thread.
+  std::shared_ptr<Peer> find(const EngineId& id) const { return connections_->find(id); }
+  // Returns the number of peers that have not been forgotten.
+  size_t peers() const { return connections_->all().size(); }
+  // Returns the endpoint of a connected peer; empty: it is not known, as that of a peer that has
+  // called us, unless keepEndpoint() told it. Any thread.
+  Bytes endpointOf(const EngineId& id) const { return connections_->endpointOf(id); }
+  void keepEndpoint(const EngineId& id, ByteView endpoint, const std::string& name) {
+    connections_->noteEndpoint(id, endpoint, name);
+  }
   // Returns the peers for which Peer::hasLateWrites() is true, forgotten ones included. Memory that
   // they could write to must not be reused until this returns none of them.
   std::vector<std::shared_ptr<Peer>> lateWriters() { return connections_->lateWriters(); }
@@ -191,7 +203,7 @@ class Engine {
   // the loop's thread. Only the first call counts.
   void leave(const Farewell& farewell = {});
 
-  // When a peer ends, the interrupt is bumped and the bell rung.
+  // When a peer ends, the interrupt is bumped and the bell rung. unwatch() ends one watch().
   void watch(Interrupt* interrupt, Doorbell* bell);
   void unwatch(Interrupt* interrupt);
 

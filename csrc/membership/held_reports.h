@@ -29,7 +29,7 @@ class HeldReports {
     Clock::time_point until;
   };
 
-  const Clock::duration limit_;
+  Clock::duration limit_;
   std::map<int, Held> held_;  // by sender
 };
 

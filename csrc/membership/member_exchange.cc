@@ -35,14 +35,14 @@ MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options o
       parts_(options_.jobRanks.size()) {
   const auto size = static_cast<int>(options_.jobRanks.size());
   for (int r = 0; r < size; ++r) {
-    if (const auto& peer = membership_->peer(options_.jobRanks[size_t(r)]))
+    if (const auto& peer = options_.roster->peer(options_.jobRanks[size_t(r)]))
       ranksById_[peer->id] = r;
   }
   parts_[size_t(options_.rank)] = mine_;
   membership_->engine().openTopic(
       options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
   // Tells every member, also one whose part is here: we may be done and gone before it asks.
-  const View view = membership_->view();
+  const View view = membership_->viewOf(*options_.roster);
   for (int r = 0; r < size; ++r) {
     if (r != options_.rank && view.active.contains(options_.jobRanks[size_t(r)]))
       tell(r, Kind::kPart, mine_);
@@ -57,7 +57,7 @@ Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadl
   for (;;) {
     MOONCAKE_TRY(membership_->standing());
     if (gaveUp_) return *gaveUp_;
-    const std::vector<int> absent = missing(membership_->view());
+    const std::vector<int> absent = missing(membership_->viewOf(*options_.roster));
     if (absent.empty()) return parts_;
     if (deadline.passed()) return timedOut(absent);
     if (asking.takeDue(Clock::now())) {
@@ -69,11 +69,11 @@ Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadl
 
 Error MemberExchange::refuse(const std::shared_ptr<Membership>& membership, const Options& options,
                              const Error& why) {
-  const View view = membership->view();
+  const View view = membership->viewOf(*options.roster);
   const Bytes message =
       ByteWriter().put(static_cast<uint8_t>(Kind::kGaveUp)).putRaw(viewOf(why.message)).take();
   for (const int job : options.jobRanks) {
-    const auto& peer = membership->peer(job);
+    const auto& peer = options.roster->peer(job);
     if (peer && view.active.contains(job))
       (void)membership->engine().send(*peer, options.topic, message);
   }
@@ -85,7 +85,7 @@ void MemberExchange::giveUp(const Error& why) {
     Lock lock(mutex_);
     if (gaveUp_) return;
   }
-  const View view = membership_->view();
+  const View view = membership_->viewOf(*options_.roster);
   for (const auto& [id, rank] : ranksById_) {
     if (view.active.contains(options_.jobRanks[size_t(rank)]))
       tell(rank, Kind::kGaveUp, viewOf(why.message));
@@ -112,8 +112,8 @@ Error MemberExchange::timedOut(const std::vector<int>& missing) const {
 // A failed send is ignored: the peer is soon out, or it reconnects and asks.
 void MemberExchange::tell(int rank, Kind kind, ByteView body) {
   const Bytes message = ByteWriter().put(static_cast<uint8_t>(kind)).putRaw(body).take();
-  const auto& peer = membership_->peer(options_.jobRanks[size_t(rank)]);
-  (void)membership_->engine().send(*peer, options_.topic, message);
+  if (const auto& peer = options_.roster->peer(options_.jobRanks[size_t(rank)]))
+    (void)membership_->engine().send(*peer, options_.topic, message);
 }
 
 void MemberExchange::onMessage(const EngineId& from, ByteView message) {

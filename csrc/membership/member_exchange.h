@@ -23,6 +23,8 @@ class MemberExchange {
     uint64_t topic = 0;         // the same on all members, and of no other exchange
     std::vector<int> jobRanks;  // global ranks of the members, by their rank in the group
     int rank = 0;               // our rank in the group
+    // Whose ranks these are: a process that replaces one of them later is no member.
+    std::shared_ptr<const Roster> roster;
   };
 
   // Sends the part `mine` to all members.

@@ -23,6 +23,10 @@ const char* nameOf(Cause cause) {
       return "goes on without its accuser";
     case Cause::kEnded:
       return "ended";
+    case Cause::kSuspects:
+      return "suspects members";
+    case Cause::kSeatTaken:
+      return "another process gets the rank";
   }
   return "?";
 }

@@ -16,6 +16,7 @@
 #include "base/event_loop.h"
 #include "base/result.h"
 #include "engine/contract/channel.h"
+#include "engine/contract/engine_id.h"
 #include "engine/contract/evidence.h"
 #include "engine/env.h"
 #include "engine/memory/arena.h"
@@ -24,8 +25,6 @@
 // The transport contract. A new wire is a new folder in wires/ that implements Channel,
 // Connecting and Transport, and one line in wires/registry.cc.
 namespace mooncake {
-
-using EngineId = std::array<std::byte, 16>;  // random, names one engine for its whole life
 
 // A channel that is being opened. Belongs to one thread, which may have many under way: the time
 // goes into the answers of the peers, which come in parallel.

@@ -13,7 +13,9 @@
 namespace mooncake::testing {
 namespace {
 
-enum class Order : uint8_t { kConnect = 1, kTell, kLeave };
+enum class Order : uint8_t { kConnect = 1, kTell, kLeave, kJoin };
+
+const JobIdentity kJob{.job = "the job", .mode = "continue"};
 
 // The state that a rank reports to the test.
 struct State {
@@ -27,7 +29,8 @@ struct State {
   std::vector<Accusation> accusations;
   bool fenced = false;
   bool allKnow = false;
-  uint64_t signs = 0;  // signs of life of all peers together
+  uint64_t signs = 0;       // signs of life of all peers together
+  bool watchesAll = false;  // each active peer has shown one, so its exit is seen as such
 };
 
 void putRanks(ByteWriter& out, const JobRanks& ranks) { ranks.write(out); }
@@ -41,7 +44,8 @@ struct Recorder final : Membership::Listener {
   void onView(const View& view) override {
     std::lock_guard lock(mutex);
     for (int rank = 0; membership && rank < membership->size(); ++rank) {
-      if (!view.active.contains(rank)) fenced = fenced && isFenced(*membership->peer(rank));
+      const auto peer = membership->peer(rank);
+      if (!view.active.contains(rank) && peer) fenced = fenced && isFenced(*peer);
     }
     last = view;
     ++told;
@@ -92,6 +96,7 @@ TEST(MembershipChild, DISABLED_Rank) {
     switch (static_cast<Order>(in.get<uint8_t>())) {
       case Order::kConnect: {
         const int rank = in.get<uint16_t>();
+        const bool admits = in.get<bool>();
         std::vector<Bytes> endpoints(in.get<uint16_t>());
         for (Bytes& endpoint : endpoints) {
           const auto bytes = in.getBytes(4096);
@@ -99,8 +104,11 @@ TEST(MembershipChild, DISABLED_Rank) {
         }
         auto peers = (*engine)->connect(endpoints, Deadline::after(kPatience));
         ASSERT_TRUE(peers.ok()) << peers.error().message;
-        auto started = Membership::start(
-            *engine, {.rank = rank, .peers = *peers, .failureTimeout = failureTimeout});
+        auto started =
+            Membership::start(*engine, {.rank = rank,
+                                        .peers = *peers,
+                                        .failureTimeout = failureTimeout,
+                                        .identity = admits ? std::optional(kJob) : std::nullopt});
         ASSERT_TRUE(started.ok()) << started.error().message;
         membership = *started;
         recorder.membership = membership.get();
@@ -126,10 +134,15 @@ TEST(MembershipChild, DISABLED_Rank) {
           out.put(recorder.fenced).put(recorder.allKnow);
         }
         uint64_t signs = 0;
-        for (int peer = 0; peer < membership->size(); ++peer) {
-          if (membership->peer(peer)) signs += Liveness::signOf(*membership->peer(peer)->channel);
+        bool watchesAll = true;
+        for (int rank = 0; rank < membership->size(); ++rank) {
+          const auto peer = membership->peer(rank);
+          if (!peer) continue;
+          const uint64_t sign = Liveness::signOf(*peer->channel);
+          signs += sign;
+          watchesAll = watchesAll && (sign != 0 || !view.active.contains(rank));
         }
-        out.put(signs);
+        out.put(signs).put(watchesAll);
         out.put(static_cast<uint32_t>(standing.code()));
         out.putString(standing.ok() ? "" : standing.error().message);
         const auto accusations = membership->accusations();
@@ -143,6 +156,19 @@ TEST(MembershipChild, DISABLED_Rank) {
       case Order::kLeave:
         (*engine)->leave();
         break;
+      case Order::kJoin: {
+        JoinOptions asked{.identity = kJob, .failureTimeout = failureTimeout};
+        asked.rank = in.get<uint16_t>();
+        asked.size = in.get<uint16_t>();
+        const auto bytes = in.getBytes(4096);
+        asked.members.emplace_back(bytes.begin(), bytes.end());
+        auto joined = Membership::join(*engine, asked, Deadline::after(kPatience));
+        ASSERT_TRUE(joined.ok()) << joined.error().message;
+        membership = *joined;
+        recorder.membership = membership.get();
+        membership->subscribe(&recorder);
+        break;
+      }
     }
     sendMessage(ChildProcess::kToParent, out.put(uint8_t(0)).take());
   }
@@ -151,20 +177,19 @@ TEST(MembershipChild, DISABLED_Rank) {
 
 class Job {
  public:
-  Job(int ranks, const std::string& transports, int failureTimeoutMs) {
-    for (int rank = 0; rank < ranks; ++rank) {
-      children_.push_back(std::make_unique<ChildProcess>(
-          "MembershipChild.DISABLED_Rank",
-          std::map<std::string, std::string>{
-              {"MOONCAKE_TRANSPORTS", transports},
-              {"MOONCAKE_LOG_LEVEL", "error"},
-              {"MOONCAKE_FAILURE_TIMEOUT_MS", std::to_string(failureTimeoutMs)}}));
-    }
-    std::vector<Bytes> endpoints;
-    for (auto& child : children_) endpoints.push_back(child->receive());
+  // `admits`: killed ranks may be replaced.
+  Job(int ranks, const std::string& transports, int failureTimeoutMs, bool admits = false)
+      : env_{{"MOONCAKE_TRANSPORTS", transports},
+             {"MOONCAKE_LOG_LEVEL", "error"},
+             {"MOONCAKE_FAILURE_TIMEOUT_MS", std::to_string(failureTimeoutMs)}} {
+    for (int rank = 0; rank < ranks; ++rank)
+      children_.push_back(std::make_unique<ChildProcess>("MembershipChild.DISABLED_Rank", env_));
+    for (auto& child : children_) endpoints_.push_back(child->receive());
+    const std::vector<Bytes>& endpoints = endpoints_;
     for (int rank = 0; rank < ranks; ++rank) {
       ByteWriter order;
       order.put(static_cast<uint8_t>(Order::kConnect)).put(static_cast<uint16_t>(rank));
+      order.put(admits);
       order.put(static_cast<uint16_t>(ranks));
       for (const Bytes& endpoint : endpoints) order.putBytes(endpoint);
       child(rank).send(order.take());
@@ -186,6 +211,16 @@ class Job {
     EXPECT_TRUE(WIFSTOPPED(status));
   }
   void kill(int rank) { child(rank).kill(); }
+  // A new process asks to be this rank. It asks the rank `asked`.
+  void beginJoin(int rank, int asked) {
+    children_[size_t(rank)] = std::make_unique<ChildProcess>("MembershipChild.DISABLED_Rank", env_);
+    endpoints_[size_t(rank)] = child(rank).receive();
+    ByteWriter order;
+    order.put(static_cast<uint8_t>(Order::kJoin)).put(static_cast<uint16_t>(rank));
+    order.put(static_cast<uint16_t>(children_.size()));
+    child(rank).send(order.putBytes(endpoints_[size_t(asked)]).take());
+  }
+  void endJoin(int rank) { EXPECT_FALSE(child(rank).receive().empty()); }
   void leave(int rank) { (void)ask(rank, Order::kLeave); }
   State tell(int rank) {
     const Bytes message = ask(rank, Order::kTell);
@@ -199,6 +234,7 @@ class Job {
     state.fenced = in.get<bool>();
     state.allKnow = in.get<bool>();
     state.signs = in.get<uint64_t>();
+    state.watchesAll = in.get<bool>();
     state.standing = static_cast<ErrorCode>(in.get<uint32_t>());
     state.why = in.getString(4096);
     for (auto left = in.get<uint32_t>(); left > 0 && !in.failed(); --left) {
@@ -241,7 +277,9 @@ class Job {
     return child(rank).receive();
   }
 
+  std::map<std::string, std::string> env_;
   std::vector<std::unique_ptr<ChildProcess>> children_;
+  std::vector<Bytes> endpoints_;
 };
 
 constexpr int kLong = 60000, kShort = 200;  // failure timeouts, ms
@@ -371,6 +409,66 @@ TEST_P(MembershipWires, OfTwoTheHigherIsInTheMinority) {
   EXPECT_NE(state.why.find("rank 0 (silent)"), std::string::npos) << state.why;
   job.signal(0, SIGCONT);
   job.expectView({0}, 2, {});  // rank 1 has said goodbye
+}
+
+TEST_P(MembershipWires, AKilledRankIsReplacedAndThenItsReplacement) {
+  Job job(4, GetParam(), kLong, true);
+  const bool isCertain = std::string(GetParam()) == "shm";
+  const Cause how = isCertain ? Cause::kExited : Cause::kRefused;
+  job.kill(2);
+  job.expectView({0, 1, 3}, 2, {{2, how}});
+  job.beginJoin(2, 1);
+  job.endJoin(2);
+  job.expectView({0, 1, 2, 3}, 3, {});
+  for (const int rank : {0, 1, 3})
+    EXPECT_TRUE(eventually([&] { return job.tell(rank).watchesAll; }));
+  job.kill(2);
+  job.expectView({0, 1, 3}, 4, {{2, how}});
+  job.beginJoin(2, 0);
+  job.endJoin(2);
+  job.expectView({0, 1, 2, 3}, 5, {});
+  job.kill(0);
+  job.expectView({1, 2, 3}, 6, {{0, how}});
+  job.beginJoin(0, 2);
+  job.endJoin(0);
+  job.expectView({0, 1, 2, 3}, 7, {});
+}
+
+// Wherever on its way it is.
+TEST_P(MembershipWires, AKilledNewcomerCostsNothing) {
+  Job job(3, GetParam(), 2000, true);
+  job.kill(1);
+  for (int i = 0; i < 5; ++i) {
+    job.beginJoin(1, i % 2 == 0 ? 0 : 2);
+    hold(4 * i);
+    job.kill(1);
+  }
+  job.beginJoin(1, 2);
+  job.endJoin(1);
+  for (const int rank : {0, 1, 2}) {
+    EXPECT_TRUE(eventually([&] { return job.tell(rank).active == std::vector({0, 1, 2}); }));
+    EXPECT_EQ(job.tell(rank).standing, ErrorCode::kOk);
+  }
+}
+
+// The newcomer waits until the job has agreed that the stopped rank is out.
+TEST_P(MembershipWires, AMemberThatStopsMeanwhileIsAnOrdinaryLoss) {
+  Job job(4, GetParam(), 500, true);
+  job.kill(3);
+  job.beginJoin(3, 0);
+  job.stop(1);
+  job.endJoin(3);
+  for (const int rank : {0, 2, 3}) {
+    EXPECT_TRUE(eventually([&] { return job.tell(rank).active == std::vector({0, 2, 3}); }));
+    EXPECT_EQ(job.tell(rank).standing, ErrorCode::kOk);
+  }
+  job.signal(1, SIGCONT);
+  EXPECT_TRUE(eventually([&] { return job.tell(1).standing == ErrorCode::kEvicted; }));
+  job.kill(1);
+  job.beginJoin(1, 3);
+  job.endJoin(1);
+  for (const int rank : {0, 1, 2, 3})
+    EXPECT_TRUE(eventually([&] { return job.tell(rank).active == std::vector({0, 1, 2, 3}); }));
 }
 
 INSTANTIATE_TEST_SUITE_P(Wires, MembershipWires, ::testing::Values("shm", "tcp"),

@@ -1,6 +1,7 @@
 #include <cstdlib>
 #include <functional>
 #include <gtest/gtest.h>
+#include <span>
 #include <string>
 
 #include "view_sim.h"
@@ -163,6 +164,76 @@ void everything(const Schedule& s) {
   sim.run();
 }
 
+// A rank ends, and a candidate takes its place.
+void replacement(const Schedule& s) {
+  ViewSim& sim = s.sim;
+  const int rank = s.someRank();
+  const Time then = s.sometime();
+  const bool staysQuorum = sim.size() > 2;
+  const int newcomer = sim.joinAt(s.aboutThen(then), rank, sim.chance(0.5));
+  if (sim.chance(0.3)) {
+    sim.leaveAt(then, rank);
+  } else {
+    sim.killAt(then, rank);
+  }
+  sim.run();
+  if (!staysQuorum) return;
+  s.expectRunning((JobRanks::firstRanks(sim.size()) - JobRanks{rank}) | JobRanks{newcomer});
+  EXPECT_TRUE(sim.hasEntered(newcomer));
+}
+
+// Candidates, for ranks that end and for ranks that live, two for one rank, among all else that may
+// happen to them and to the members.
+void candidates(const Schedule& s) {
+  ViewSim& sim = s.sim;
+  sim.launcherTestifies = sim.chance(0.3);
+  const Time then = s.sometime();
+  const int first = s.someRank();
+  if (sim.chance(0.8)) sim.killAt(then, first);
+  for (int i = 1 + sim.below(3); i > 0; --i)
+    sim.joinAt(s.aboutThen(then), sim.chance(0.7) ? first : s.someRank(), sim.chance(0.5));
+  const auto someProcess = [&] { return sim.below(sim.processes()); };
+  for (int i = sim.below(5); i > 0; --i) {
+    const Time when = s.aboutThen(then);
+    const Time until = sim.chance(0.5) ? s.aboutThen(then) : when + s.sometime();
+    const int process = someProcess();
+    switch (sim.below(9)) {
+      case 0:
+        sim.killAt(when, process);
+        break;
+      case 1:
+        sim.killAt(when, process, 1 + sim.below(sim.size()));
+        break;
+      case 2:
+        sim.leaveAt(when, process);
+        break;
+      case 3: {
+        JobRanks side = s.someHosts();
+        for (int p = sim.size(); p < sim.processes(); ++p) {
+          if (sim.chance(0.5)) side.add(p);
+        }
+        sim.partitionAt(when, side);
+        if (sim.chance(0.5)) sim.partitionAt(until, side, false);
+        break;
+      }
+      case 4:
+      case 5: {
+        const int other = someProcess();
+        sim.cutAt(when, process, other);
+        if (sim.chance(0.5)) sim.cutAt(when, other, process);
+        if (sim.chance(0.3)) sim.cutAt(until, process, other, false);
+        break;
+      }
+      case 6:
+        sim.stopAt(when, process, until);
+        break;
+      default:
+        sim.suspectAt(when, process, someProcess());
+    }
+  }
+  sim.run();
+}
+
 struct Kind {
   const char* name;
   void (*play)(const Schedule&);
@@ -174,12 +245,18 @@ constexpr Kind kKinds[] = {
     {"deaf rank", deafRank, true},     {"everything", everything, false},
 };
 
-void playSchedule(uint64_t seed, bool traces) {
+constexpr Kind kWithCandidates[] = {
+    {"replacement", replacement, true},
+    {"candidates", candidates, false},
+};
+
+// `kinds`: the last one is drawn for all numbers beyond them.
+void playSchedule(uint64_t seed, std::span<const Kind> kinds, bool admits, bool traces) {
   std::mt19937_64 random(seed);
-  const int size = drawSize(random);
+  const int size = admits ? 2 + static_cast<int>(random() % 4) : drawSize(random);
   const int perHost = 1 + static_cast<int>(random() % std::min(size, 8));
   const size_t draw = random() % 16;
-  const Kind& kind = kKinds[std::min(draw, std::size(kKinds) - 1)];
+  const Kind& kind = kinds[std::min(draw, kinds.size() - 1)];
   ViewSim::Network network;
   if (!kind.networkIsGood) {
     if (random() % 2 == 0) network.loss = static_cast<double>(random() % 4) / 10;
@@ -189,7 +266,7 @@ void playSchedule(uint64_t seed, bool traces) {
     network.garbles = random() % 4 == 0;
     if (random() % 4 == 0) network.gathers = Time(500);
   }
-  ViewSim sim(size, perHost, network, random());
+  ViewSim sim(size, perHost, network, random(), admits);
   sim.traces = traces;
   SCOPED_TRACE(
       std::string(kind.name) + ", " + std::to_string(size) + " ranks, " + std::to_string(perHost) +
@@ -199,11 +276,16 @@ void playSchedule(uint64_t seed, bool traces) {
   for (const std::string& failure : sim.failures()) ADD_FAILURE() << failure;
 }
 
-TEST(ViewSchedules, KeepTheInvariants) {
+void playSchedules(uint64_t usually, std::span<const Kind> kinds, bool admits) {
   const uint64_t seed = numberIn(std::getenv("MOONCAKE_TEST_SEED"), 1);
-  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_SCHEDULES"), 5000);
-  for (uint64_t i = 0; i < count && !HasFailure(); ++i) playSchedule(seed + i, count == 1);
+  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_SCHEDULES"), usually);
+  for (uint64_t i = 0; i < count && !::testing::Test::HasFailure(); ++i)
+    playSchedule(seed + i, kinds, admits, count == 1);
 }
+
+TEST(ViewSchedules, KeepTheInvariants) { playSchedules(5000, kKinds, false); }
+
+TEST(ViewSchedules, KeepTheInvariantsWithCandidates) { playSchedules(3000, kWithCandidates, true); }
 
 }  // namespace
 }  // namespace mooncake

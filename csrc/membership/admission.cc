@@ -1,0 +1,178 @@
+#include "membership/admission.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "membership/membership.h"
+
+namespace mooncake {
+
+std::optional<int> Admission::rankOf(const EngineId& candidate) const {
+  const auto found = candidates_.find(candidate);
+  return found == candidates_.end() ? std::nullopt : std::optional(found->second);
+}
+
+// A process joins by its own report, too, once it has said CONNECTED to us.
+std::optional<int> Admission::expects(const EngineId& id) {
+  const JoinRequest* request = desk_.find(id);
+  if (!request || !request->connected) return std::nullopt;
+  const int number = job_.agreement_.enlist(request->rank, id);
+  if (number < 0) return std::nullopt;
+  candidates_[id] = request->rank;
+  return number;
+}
+
+void Admission::await(const EngineId& newcomer) {
+  unmet_.emplace(newcomer, Clock::now() + job_.options_.failureTimeout / 10);
+}
+
+void Admission::hasEntered(const EngineId& newcomer) {
+  candidates_.erase(newcomer);
+  desk_.remove(newcomer);
+}
+
+void Admission::hasEnded(const EngineId& id) {
+  const bool hasAsked = desk_.find(id) != nullptr;
+  desk_.remove(id);
+  const auto there = hasAsked && !candidates_.contains(id) ? job_.engine_->find(id) : nullptr;
+  if (there && there->disconnected) job_.engine_->forgetSoon(there);
+}
+
+std::string Admission::describe(const EngineId& newcomer) const {
+  const JoinRequest* request = desk_.find(newcomer);
+  if (!request) return "another process";
+  return "pid " + std::to_string(request->process) + " on " + request->host;
+}
+
+std::optional<Clock::time_point> Admission::nextTick() const {
+  auto next = desk_.nextTick();
+  const auto look = Clock::now() + kLookForPeers;
+  if (!unmet_.empty()) next = next ? std::min(*next, look) : look;
+  return next;
+}
+
+void Admission::onMessage(const EngineId& from, ByteView message) {
+  if (job_.isStopped_ || job_.ranks_.contains(from)) return;
+  auto decoded = decodeJoinMessage(message);
+  if (decoded.ok()) {
+    if (auto* request = std::get_if<JoinRequest>(&*decoded)) onRequest(from, std::move(*request));
+    return;
+  }
+  log(LogLevel::kInfo, job_.engine_->logName(),
+      "a candidate is refused: ", decoded.error().message);
+  if (decoded.error().code == ErrorCode::kMismatch) {
+    (void)job_.engine_->send(
+        from, kJoinTopic,
+        encodeJoinMessage(JoinRefusal{JoinRefusal::Reason::kVersion, decoded.error().message}));
+  }
+}
+
+void Admission::onRequest(const EngineId& from, JoinRequest request) {
+  const View view = job_.view();
+  if (auto refusal =
+          desk_.take(from, request,
+                     {.view = view,
+                      .isOver = job_.isOver() || job_.hasLeft_.load(std::memory_order_acquire),
+                      .isFormer = isFormer(from),
+                      .time = Clock::now()})) {
+    if (!refusal->isForNow())
+      log(LogLevel::kInfo, job_.engine_->logName(), "pid ", request.process, " on ", request.host,
+          " is refused: ", refusal->text);
+    (void)job_.engine_->send(from, kJoinTopic, encodeJoinMessage(*refusal));
+    return;
+  }
+  job_.armTimer();
+  if (!request.connected) return sendRoster(from);
+  const bool isUpToDate = request.connected->term == job_.agreement_.report().term &&
+                          request.connected->epoch == view.epoch;
+  const auto number = job_.numberOf(from);
+  const bool hasJoined = number && job_.agreement_.joins().contains(*number);
+  job_.engine_->keepEndpoint(from, request.endpoint, "rank " + std::to_string(request.rank));
+  if (hasJoined) {
+    introduce(from);
+    job_.sendTo_.insert(from);  // it may have lost our report
+    return job_.act({});
+  }
+  if (!isUpToDate) return sendRoster(from);
+  if (!job_.agreement_.mayAdmit(request.rank)) return;  // another candidate is before it
+  failpoint("admit");
+  candidates_[from] = request.rank;
+  introduce(from);
+  job_.act(job_.agreement_.admit(request.rank, from, Clock::now()));
+}
+
+void Admission::sendRoster(const EngineId& to) {
+  const auto roster = job_.roster();
+  const View view = job_.view();
+  std::vector<Bytes> endpoints(view.active.end());
+  view.active.forEach([&](int rank) {
+    const auto& peer = roster->peer(rank);
+    endpoints[size_t(rank)] = peer ? job_.engine_->endpointOf(peer->id) : job_.engine_->endpoint();
+  });
+  endpoints.resize(size_t(job_.size_));
+  for (const RosterPart& part : splitRoster(roster->term, view, endpoints))
+    (void)job_.engine_->send(to, kJoinTopic, encodeJoinMessage(part));
+}
+
+// Tells this candidate and the others that join this term of each other.
+void Admission::introduce(const EngineId& candidate) {
+  const JoinRequest* ours = desk_.find(candidate);
+  if (!ours) return;
+  job_.agreement_.joins().forEach([&](int number) {
+    const EngineId& id = job_.agreement_.idOf(number);
+    const JoinRequest* theirs = desk_.find(id);
+    if (id == candidate || !theirs || job_.agreement_.out().contains(number)) return;
+    (void)job_.engine_->send(id, kJoinTopic,
+                             encodeJoinMessage(JoinMeeting{ours->rank, ours->endpoint}));
+    (void)job_.engine_->send(candidate, kJoinTopic,
+                             encodeJoinMessage(JoinMeeting{theirs->rank, theirs->endpoint}));
+  });
+}
+
+// Notes the candidates of which reports have told us. Forgets those that are out for good.
+void Admission::meet() {
+  job_.agreement_.joins().forEach([&](int number) {
+    const EngineId& id = job_.agreement_.idOf(number);
+    if (id == job_.engine_->id()) return;
+    if (candidates_.emplace(id, job_.agreement_.rankOf(number)).second) introduce(id);
+    if (job_.agreement_.out().contains(number)) return;
+    const auto there = job_.engine_->find(id);
+    if (!there || there->disconnected)
+      unmet_.emplace(id, Clock::now() + job_.options_.failureTimeout / 10);
+  });
+  for (auto one = candidates_.begin(); one != candidates_.end();) {
+    const EngineId id = one->first;
+    if (job_.agreement_.numberOf(id, one->second)) {
+      ++one;
+      continue;
+    }
+    one = candidates_.erase(one);  // the term was closed, and it is no rank of the next one
+    former_.insert(id);
+    desk_.remove(id);
+    job_.evidence_.erase(id);
+    if (const auto there = job_.engine_->find(id)) job_.toForget_.push_back(there);
+  }
+}
+
+void Admission::look() {
+  const auto now = Clock::now();
+  (void)desk_.removeSilent(now);  // it may ask again, so its connection stays
+  JobRanks unreachable;
+  std::erase_if(unmet_, [&](const auto& entry) {
+    const auto number = job_.numberOf(entry.first);
+    if (!number) return true;
+    if (const auto there = job_.engine_->find(entry.first); there && !there->disconnected) {
+      if (*number < job_.size()) job_.addPeer(*number, there);
+      return true;
+    }
+    if (now < entry.second) return false;
+    unreachable.add(*number);
+    return true;
+  });
+  if (!unreachable.empty())
+    job_.act(job_.agreement_.suspected(unreachable, Cause::kUnreachable, now));
+}
+
+}  // namespace mooncake
