@@ -388,7 +388,13 @@ Status reduceTo(Group& group, Verb verb, Buffers buffers, ReduceKind kind, int r
   std::deque<Buffer> rest(buffers.begin(), buffers.end());
   while (!rest.empty()) {
     const std::vector<Buffer> piece = takePiece(rest, most);
-    MOONCAKE_TRY(checkPieces(group, contributors, reducePiece(group, call, piece, deadline)));
+    Call each = call;
+    each.goesOn = !rest.empty();
+    const Status status =
+        checkPieces(group, contributors, reducePiece(group, each, piece, deadline));
+    if (status.ok()) continue;
+    group.renewal().callEnds();  // as on all ranks
+    return status;
   }
   return {};
 }

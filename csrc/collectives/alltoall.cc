@@ -292,11 +292,15 @@ class WholeInput final : public InputFeed {
 
 Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
                 DType dtype, Deadline deadline, InputFeed* feed) {
-  const Call call{.verb = Verb::kAlltoall, .dtype = dtype};
+  // Whether pieces follow is known when all have begun.
+  const Call call{.verb = Verb::kAlltoall, .dtype = dtype, .goesOn = 1};
   Alltoall whole(group, inputs, outputs, feed != nullptr);
   MOONCAKE_TRY(Operation(group, call, deadline).run(whole));
   const auto [partBytes, pieceBytes] = whole.pieces();
-  if (pieceBytes == 0) return {};
+  if (pieceBytes == 0) {
+    group.renewal().callEnds();
+    return {};
+  }
   WholeInput allThere;
   return runFed(group, call, feed ? *feed : allThere, partBytes, pieceBytes, OnLoss::kRunAgain,
                 [&](const Call& each, size_t begin, size_t bytes) {

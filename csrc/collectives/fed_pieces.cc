@@ -16,6 +16,7 @@ Status runFed(Group& group, Call call, InputFeed& feed, size_t partBytes, size_t
   for (size_t begin = 0; begin < partBytes;) {
     const size_t bytes = std::min(pieceBytes, partBytes - begin);
     MOONCAKE_TRY(feed.await(begin + bytes));
+    call.goesOn = begin + bytes < partBytes;
     MOONCAKE_TRY(run(call, begin, bytes));
     failpoint("fed-piece");
     begin += bytes;

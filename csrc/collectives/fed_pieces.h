@@ -24,7 +24,8 @@ enum class OnLoss {
 
 // Runs an operation on input that comes meanwhile, in pieces of `pieceBytes` of the `partBytes` of
 // each part. `run` runs each piece as an operation of its own, with the given call. Every survivor
-// comes to the same conclusions, because all agree on the contributors of each piece.
+// comes to the same conclusions, because all agree on the contributors of each piece. kMoved: the
+// last piece has ended the group's series, and the pieces have to run again in the successor.
 using RunPiece = std::function<Status(const Call& call, size_t begin, size_t bytes)>;
 Status runFed(Group& group, Call call, InputFeed& feed, size_t partBytes, size_t pieceBytes,
               OnLoss onLoss, const RunPiece& run);

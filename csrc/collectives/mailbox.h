@@ -5,9 +5,11 @@
 #include <cstdint>
 
 #include "engine/contract/transfer.h"
+#include "engine/window.h"
 
-// Point-to-point messages between a pair of ranks. A's part of the window holds the mailbox for
-// messages from B to A, and B's reports about messages from A to B:
+// Point-to-point messages between a pair of ranks. They use the mailboxes of the group in which the
+// two met: Group::mailboxes(), a window with one mailbox for each rank. In A's part, B's mailbox
+// holds the messages from B to A, and B's reports about messages from A to B:
 //
 //   0    taken      stamp: how many of A's messages B has taken out of its mailbox (A may be
 //                   kMailboxCells ahead)
@@ -58,5 +60,8 @@ struct alignas(64) Mailbox {
   MailboxCell cells[kMailboxCells];
 };
 constexpr size_t kMailboxBytes = sizeof(Mailbox);
+
+// Offset in a part of the mailbox that rank `from` puts into.
+constexpr size_t mailboxOf(int from) { return Window::kUserOffset + size_t(from) * kMailboxBytes; }
 
 }  // namespace mooncake

@@ -14,7 +14,7 @@ bool MailboxPair::hasRoom() const {
 
 MailboxCell& MailboxPair::next(MailboxCell& scratch) {
   ++sent_;
-  if (group_.window().peerPtr(peer_)) return scratch;
+  if (isMapped()) return scratch;
   if (!kept_) kept_.reset(new MailboxCell[kMailboxCells]);
   return kept_[sent_ % kMailboxCells];
 }
@@ -48,14 +48,14 @@ void MailboxPair::tellTaken() {
   (void)place(word, {}, word, taken_);
 }
 
-void MailboxPair::acknowledge(uint64_t number) {
+void MailboxPair::acknowledge(uint64_t number, bool isGone) {
   if (hasLeft_) return;
   acks_.push_back(number);
-  putAcks();
+  putAcks(isGone);
 }
 
-void MailboxPair::putAcks() {
-  if (hasLeft_ || group_.isGone(peer_)) {
+void MailboxPair::putAcks(bool isGone) {
+  if (hasLeft_ || isGone) {
     acks_.clear();
     acksPut_ = acksRead_;
     return;
@@ -95,30 +95,27 @@ void MailboxPair::tellAcksTaken() {
   (void)place(word, {}, word, acksTaken_);
 }
 
-void MailboxPair::putAgain() {
+void MailboxPair::putAgain(bool isGone) {
   const uint64_t taken = ours().taken.load(std::memory_order_acquire);
   for (uint64_t number = taken + 1; number <= sent_; ++number)
     (void)placeCell(number, kept_[number % kMailboxCells]);
   if (taken_ > 0 && !hasLeft_) tellTaken();
   if (acksTaken_ > 0 && !hasLeft_) tellAcksTaken();
   acksPut_ = acksRead_;
-  putAcks();
+  putAcks(isGone);
 }
 
 // The part of ours that holds the peer's messages and its acknowledgements of our messages.
 const Mailbox& MailboxPair::ours() const {
-  const auto* part = group_.window().local() + group_.layout().mailbox(peer_);
-  return *reinterpret_cast<const Mailbox*>(part);
+  return *reinterpret_cast<const Mailbox*>(window_.local() + mailboxOf(peer_));
 }
 
 // In the peer's part.
-size_t MailboxPair::there(size_t offset) const {
-  return group_.layout().mailbox(group_.rank()) + offset;
-}
+size_t MailboxPair::there(size_t offset) const { return mailboxOf(window_.rank()) + offset; }
 
 Status MailboxPair::place(size_t offset, std::span<const std::byte> data, size_t stampOffset,
                           uint64_t stamp) {
-  return group_.window().place(peer_, offset, data, {.offset = stampOffset, .stamp = stamp});
+  return window_.place(peer_, offset, data, {.offset = stampOffset, .stamp = stamp});
 }
 
 }  // namespace mooncake

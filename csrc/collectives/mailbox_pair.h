@@ -8,7 +8,7 @@
 
 #include "base/result.h"
 #include "collectives/mailbox.h"
-#include "group/group.h"
+#include "engine/window.h"
 
 namespace mooncake {
 
@@ -16,10 +16,15 @@ namespace mooncake {
 // the peer's, and reads the peer's out of ours. Waits for nothing. What was put over a connection is
 // kept until the peer has taken it, and putAgain() puts it again over a new one.
 //
-// The caller serializes the calls (PointToPoint's lock).
+// `isGone` in a call: the current group goes on without the peer, so nothing is put there any more.
+//
+// The caller serializes the calls (PointToPoint's lock), and keeps the window.
 class MailboxPair {
  public:
-  MailboxPair(Group& group, int peer) : group_(group), peer_(peer) {}
+  MailboxPair(const Window& window, int peer) : window_(window), peer_(peer) {}
+
+  // Load and store reach the peer's mailbox, so no broken connection can lose what is put there.
+  bool isMapped() const { return window_.peerPtr(peer_) != nullptr; }
 
   // Number of messages put for the peer, and whether there is a cell for one more.
   uint64_t sent() const { return sent_; }
@@ -39,12 +44,12 @@ class MailboxPair {
   void giveBackCells();
 
   // Acknowledges that the peer's large message with this number was fetched.
-  void acknowledge(uint64_t number);
+  void acknowledge(uint64_t number, bool isGone);
   // Acknowledgements that the peer has not read yet, oldest first.
   const std::deque<uint64_t>& unread() const { return acks_; }
   // Whether the peer has no room for an acknowledgement that is due. putAcks() tries it again.
   bool owes() const { return acksPut_ != acksRead_ + acks_.size(); }
-  void putAcks();
+  void putAcks(bool isGone);
   void dropAcks();
   // Calls `take` with each number that the peer has acknowledged since the last call.
   void takeAcks(const std::function<void(uint64_t number)>& take);
@@ -53,7 +58,7 @@ class MailboxPair {
   void leave() { hasLeft_ = true; }
   // Puts all that the peer may lack, after a connection was made again. Only for a peer that is not
   // mapped.
-  void putAgain();
+  void putAgain(bool isGone);
 
  private:
   const Mailbox& ours() const;
@@ -63,7 +68,7 @@ class MailboxPair {
   void tellTaken();
   void tellAcksTaken();
 
-  Group& group_;
+  const Window& window_;
   const int peer_;
   bool hasLeft_ = false;
   uint64_t sent_ = 0;

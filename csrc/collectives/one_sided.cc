@@ -14,14 +14,32 @@ Result<uint32_t> OneSided::open(std::span<std::byte> memory) {
     return Error{ErrorCode::kExhausted, "2^32 windows were opened in this group: make another one"};
   Exposed& window = windows_[++last_];
   window.memory = memory;
-  window.sources.resize(size_t(group_.size()));
+  window.sources.resize(size_t(group_->size()));
   return last_;
+}
+
+void OneSided::move(Group& successor, const std::vector<bool>& stays) {
+  for (auto& [id, window] : windows_) {
+    for (size_t from = 0; from < window.sources.size(); ++from) {
+      if (stays[from]) continue;
+      forget(window.sources[from]);
+      window.sources[from] = {};
+      window.sources[from].isMember = false;
+    }
+  }
+  group_ = &successor;
+}
+
+bool OneSided::hasJoinedAfter(uint32_t window, int rank) const {
+  const auto found = windows_.find(window);
+  return found != windows_.end() && !found->second.sources[size_t(rank)].isMember &&
+         !group_->isGone(rank);
 }
 
 void OneSided::close(uint32_t window) {
   const auto found = windows_.find(window);
   if (found == windows_.end()) return;
-  for (int from = 0; from < group_.size(); ++from) {
+  for (int from = 0; from < group_->size(); ++from) {
     Source& source = found->second.sources[from];
     const std::deque<Arrival> waiting = std::move(source.waiting);
     forget(source);
@@ -58,11 +76,13 @@ void OneSided::putHere(uint32_t window, uint64_t offset, std::span<const std::by
     std::memmove(windows_.at(window).memory.data() + offset, data.data(), data.size());
 }
 
-void OneSided::signalHere(uint32_t window) { ++windows_.at(window).sources[group_.rank()].signals; }
+void OneSided::signalHere(uint32_t window) {
+  ++windows_.at(window).sources[group_->rank()].signals;
+}
 
 void OneSided::progress() {
   for (auto& [id, window] : windows_) {
-    for (int from = 0; from < group_.size(); ++from) advance(window, from);
+    for (int from = 0; from < group_->size(); ++from) advance(window, from);
   }
 }
 
@@ -84,7 +104,7 @@ void OneSided::advance(Exposed& window, int from) {
 OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
   Source& source = window.sources[from];
   if (!source.fetch) start(window, from);
-  if (!source.fetch->finished()) return group_.isGone(from) ? Fetched::kNever : Fetched::kNotYet;
+  if (!source.fetch->finished()) return group_->isGone(from) ? Fetched::kNever : Fetched::kNotYet;
   switch (const ErrorCode code = source.fetch->error.load(std::memory_order_acquire)) {
     case ErrorCode::kOk:
     case ErrorCode::kRefused:  // the source gave it up: its put has raised, and the content
@@ -92,7 +112,7 @@ OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
       source.fetch.reset();
       return Fetched::kDone;
     case ErrorCode::kPeerLost:
-      if (group_.isGone(from)) return Fetched::kNever;
+      if (group_->isGone(from)) return Fetched::kNever;
       // The connection broke. It may have been made again since the fetch began.
       if (reconnections_[from] != source.reconnections) start(window, from);
       return Fetched::kNotYet;
@@ -100,9 +120,9 @@ OneSided::Fetched OneSided::fetch(Exposed& window, int from) {
       return Fetched::kNever;
     default:
       // To go on without the data would break the promise of a signal.
-      if (!group_.isGone(from))
-        group_.fail({code, "fetching a put of " + group_.nameRank(from) + " failed (" +
-                               errorCodeName(code) + ")"});
+      if (!group_->isGone(from))
+        group_->fail({code, "fetching a put of " + group_->nameRank(from) + " failed (" +
+                                errorCodeName(code) + ")"});
       return Fetched::kNever;
   }
 }
@@ -111,8 +131,8 @@ void OneSided::start(Exposed& window, int from) {
   Source& source = window.sources[from];
   const Arrival& put = source.waiting.front();
   source.reconnections = reconnections_[from];
-  source.fetch = std::make_unique<Completion>(&group_.window().bell());
-  const Status started = group_.window().get(
+  source.fetch = std::make_unique<Completion>(&group_->window().bell());
+  const Status started = group_->window().get(
       from, put.region, 0, window.memory.subspan(put.offset, put.bytes), *source.fetch);
   if (!started.ok()) source.fetch->error.store(started.code());
 }
@@ -135,7 +155,7 @@ void OneSided::release(int from, const Arrival& arrival) {
 }
 
 void OneSided::forget(Source& source) {
-  if (source.fetch) group_.window().cancel(*source.fetch);
+  if (source.fetch) group_->window().cancel(*source.fetch);
   source.fetch.reset();
   source.waiting.clear();
   source.heldBytes = 0;

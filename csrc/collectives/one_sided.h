@@ -42,7 +42,10 @@ class OneSided {
  public:
   using Acknowledge = std::function<void(int to, uint64_t number)>;
   OneSided(Group& group, Acknowledge acknowledge)
-      : group_(group), acknowledge_(std::move(acknowledge)) {}
+      : group_(&group), acknowledge_(std::move(acknowledge)) {}
+  // Goes on with the successor. `stays[r]`: rank r is the same process in both groups. Arrivals of
+  // the other ranks are dropped.
+  void move(Group& successor, const std::vector<bool>& stays);
 
   // Opens a window: the other ranks may put into this memory under the returned number. No number
   // is used twice.
@@ -52,6 +55,8 @@ class OneSided {
   // Closes all windows. Afterwards this object does not touch the group any more.
   void closeAll();
   bool isOpen(uint32_t window) const { return windows_.contains(window); }
+  // Returns whether a process has the rank that came after our window was opened: it has no part.
+  bool hasJoinedAfter(uint32_t window, int rank) const;
   bool any() const { return !windows_.empty(); }
 
   // Takes in an arrival. False: its range lies outside the window.
@@ -80,6 +85,7 @@ class OneSided {
     uint64_t reconnections = 0;  // reconnections_ of the rank when the fetch began
     uint64_t applied = 0;
     uint64_t signals = 0;  // the part of `applied` that no wait has taken yet
+    bool isMember = true;  // the process was there when the window was opened
   };
   struct Exposed {
     std::span<std::byte> memory;
@@ -94,7 +100,7 @@ class OneSided {
   void release(int from, const Arrival& arrival);
   void forget(Source& source);
 
-  Group& group_;
+  Group* group_;
   const Acknowledge acknowledge_;
   std::map<uint32_t, Exposed> windows_;
   std::map<int, uint64_t> reconnections_;

@@ -11,6 +11,10 @@
 namespace mooncake {
 namespace {
 
+constexpr const char* kJoinedAfter =
+    ": another process took this rank after the window was registered. Register a window again, on "
+    "all ranks";
+
 // The data of a send. A peer that fetches it only reads through this span.
 std::span<std::byte> readOnly(std::span<const std::byte> data) {
   return {const_cast<std::byte*>(data.data()), data.size()};
@@ -18,65 +22,80 @@ std::span<std::byte> readOnly(std::span<const std::byte> data) {
 
 }  // namespace
 
-const char* Message::operation() const {
-  switch (kind_) {
-    case Kind::kSend:
-      return "send";
-    case Kind::kReceive:
-      return "receive";
-    case Kind::kPut:
-      return "put";
-    case Kind::kSignal:
-      return "signal";
-    case Kind::kAwaitSignal:
-      return "wait_signal";
-    case Kind::kAwaitApplied:
-      return "wait for the puts";
-  }
-  return "unknown operation";
-}
-
-std::string Message::whatIsMissing() const {
-  const std::string tag = " a message with tag " + std::to_string(tag_);
-  switch (kind_) {
-    case Kind::kSend:
-      if (hasData_) {
-        return "its data is not there: earlier work on the caller's stream still runs. Find the "
-               "work that hangs, or give the group a longer timeout";
-      }
-      return "the other side did not receive" + tag;
-    case Kind::kReceive:
-      return fetch_ ? "the other side announced" + tag +
-                          ", but its content did not come. It is kept: receive again"
-                    : "the other side did not send" + tag;
-    case Kind::kPut:
-    case Kind::kSignal:
-      return "the other side did not take it; is its process stopped, or its window gone?";
-    case Kind::kAwaitSignal:
-      return "the other side did not signal";
-    case Kind::kAwaitApplied:
-      return "not all of its puts and signals arrived";
-  }
-  return {};
-}
-
 PointToPoint::PointToPoint(Group& group)
-    : group_(group),
-      progressLock_(group.window().bell()),
+    : line_(group.bell()),
+      spin_(group.spin()),
+      progressLock_(line_->doorbell()),
+      pairs_(group),
       oneSided_(group, [this](int to, uint64_t number)
                            REQUIRES(progressLock_) { acknowledge(to, number); }),
       scratch_(new MailboxCell) {
-  pairs_.reserve(size_t(group.size()));
-  for (int r = 0; r < group.size(); ++r) pairs_.emplace_back(group, r);
-  group_.watchReconnects([this](int rank) { onReconnected(rank); });
-  group_.engine().openTopic(group_.topic() + 1, [this](const EngineId& from, ByteView message) {
-    onLeft(from, message);
-  });
+  watchReconnectsOf(group);
+  listen(*pairs_.newest());
 }
 
 // After abort() and close() the group may be gone.
 PointToPoint::~PointToPoint() {
   if (aborted_.ok()) stopListening();
+}
+
+void PointToPoint::watchReconnectsOf(Group& group) {
+  group.watchReconnects([this](int rank) { onReconnected(rank); });
+}
+
+// The handler runs on the loop's thread, until the topic is closed. It must not own the place, which
+// owns the engine.
+void PointToPoint::listen(const Meeting& place) {
+  place.mailboxes->engine().openTopic(place.topic,
+                                      [this, &place](const EngineId& from, ByteView message) {
+                                        Guard lock(progressLock_);
+                                        pairs_.onLeft(place, from, message);
+                                        progressLocked();
+                                        line_->doorbell().ring();
+                                      });
+}
+
+void PointToPoint::move(Group& successor, const std::vector<bool>& stays) {
+  // Of both groups meanwhile: to put again twice does no harm, to miss a new connection does.
+  watchReconnectsOf(successor);
+  std::vector<std::shared_ptr<const Meeting>> unused;
+  Group* old = nullptr;
+  const Meeting* newest = nullptr;
+  {
+    Guard lock(progressLock_);
+    old = &group();
+    for (auto& message : active_) {
+      const int peer = message->peer_;
+      if (peer == kAnySource || stays[size_t(peer)]) continue;
+      giveUp(*message, {ErrorCode::kPeerLost, titleOf(*message) + ": " + old->whyGone(peer)});
+    }
+    std::erase_if(active_, [](const auto& message) { return message->finished(); });
+    oneSided_.move(successor, stays);
+    unused = pairs_.move(successor, stays);
+    newest = pairs_.newest().get();
+    spin_ = successor.spin();
+    progressLocked();
+    ring();
+  }
+  old->watchReconnects(nullptr);
+  for (const auto& place : unused) place->mailboxes->engine().closeTopic(place->topic);
+  if (newest) listen(*newest);
+}
+
+Waiter PointToPoint::waiter(Deadline deadline) const {
+  const Interrupt& interrupt = line_->interrupt();
+  return {line_->doorbell(), interrupt, interrupt.generation(), deadline, spin_.load()};
+}
+
+bool PointToPoint::close(Deadline deadline) {
+  if (!drivers_.close(deadline)) return false;
+  std::vector<std::shared_ptr<const Meeting>> places;
+  {
+    Guard lock(progressLock_);
+    places = pairs_.leave();
+  }
+  line_.reset();
+  return true;
 }
 
 std::shared_ptr<Message> PointToPoint::send(std::span<const std::byte> data, int to, uint32_t tag,
@@ -93,16 +112,17 @@ std::shared_ptr<Message> PointToPoint::receive(std::span<std::byte> data, int fr
               nullptr, std::move(device));
 }
 
-std::shared_ptr<Message> PointToPoint::put(std::span<const std::byte> data, int to, uint32_t window,
+std::shared_ptr<Message> PointToPoint::put(std::span<const std::byte> data, int to, WindowAt window,
                                            uint64_t offset, Deadline deadline, OnDone onDone,
                                            Owner owner) {
-  return post(Kind::kPut, to, window, readOnly(data), deadline, std::move(onDone), offset,
-              std::move(owner));
+  return post(Kind::kPut, to, window.number, readOnly(data), deadline, std::move(onDone), offset,
+              std::move(owner), nullptr, {}, window.ours);
 }
 
-std::shared_ptr<Message> PointToPoint::signal(int to, uint32_t window, Deadline deadline,
+std::shared_ptr<Message> PointToPoint::signal(int to, WindowAt window, Deadline deadline,
                                               OnDone onDone) {
-  return post(Kind::kSignal, to, window, {}, deadline, std::move(onDone));
+  return post(Kind::kSignal, to, window.number, {}, deadline, std::move(onDone), 0, nullptr,
+              nullptr, {}, window.ours);
 }
 
 std::shared_ptr<Message> PointToPoint::awaitSignal(int from, uint32_t window, Deadline deadline,
@@ -133,18 +153,21 @@ void PointToPoint::closeWindow(uint32_t window) {
 std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32_t tag,
                                             std::span<std::byte> data, Deadline deadline,
                                             OnDone onDone, uint64_t offset, Owner owner,
-                                            HasData hasData, MessageDevice device) {
+                                            HasData hasData, MessageDevice device, uint32_t ours) {
   std::shared_ptr<Message> message(
       new Message(kind, peer, tag, data, deadline, offset, std::move(owner), std::move(device)));
   message->onDone_ = std::move(onDone);
   message->hasData_ = std::move(hasData);
+  message->ours_ = ours;
   Guard lock(progressLock_);
   if (!aborted_.ok()) {
     end(*message, aborted_);
-  } else if (auto usable = group_.usable(); !usable.ok()) {
+  } else if (auto usable = group().usable(); !usable.ok()) {
     end(*message, std::move(usable));  // before anything is sent
+  } else if (oneSided_.hasJoinedAfter(ours, peer)) {
+    end(*message, Error{ErrorCode::kInvalidArgument, titleOf(*message) + kJoinedAfter});
   } else {
-    group_.engine().markActive();
+    group().engine().markActive();
     active_.push_back(message);
     progressLocked();
   }
@@ -153,8 +176,15 @@ std::shared_ptr<Message> PointToPoint::post(Message::Kind kind, int peer, uint32
 
 // Called without the lock, because handlers take it.
 void PointToPoint::stopListening() {
-  group_.watchReconnects(nullptr);
-  group_.engine().closeTopic(group_.topic() + 1);
+  Group* current = nullptr;
+  std::vector<std::shared_ptr<const Meeting>> places;
+  {
+    Guard lock(progressLock_);
+    current = &group();
+    places = pairs_.places();
+  }
+  current->watchReconnects(nullptr);
+  for (const auto& place : places) place->mailboxes->engine().closeTopic(place->topic);
 }
 
 void PointToPoint::abort(Error why) {
@@ -162,16 +192,16 @@ void PointToPoint::abort(Error why) {
   Guard lock(progressLock_);
   aborted_ = std::move(why);
   // Before sends end and their memory is revoked, so that a peer that fetches from it knows why.
-  if (!group_.membership()->isOver()) sayThatWeLeft();
+  if (!group().membership()->isOver()) pairs_.sayThatWeLeft();
   for (auto& message : active_) {
-    if (message->fetch_) group_.window().cancel(*message->fetch_);
+    if (message->fetch_) group().window().cancel(*message->fetch_);
     end(*message, aborted_);
   }
   active_.clear();
   oneSided_.closeAll();
-  for (Pair& pair : pairs_) pair.mailboxes.dropAcks();
+  for (int r = 0; r < pairs_.size(); ++r) pairs_[r].mailboxes.dropAcks();
   owes_ = false;
-  group_.window().bell().ring();
+  ring();
 }
 
 void PointToPoint::cancel(const Message& message, Error why) {
@@ -182,14 +212,14 @@ void PointToPoint::cancel(const Message& message, Error why) {
   why.message = titleOf(ours) + ": " + why.message;
   giveUp(ours, std::move(why));
   active_.erase(found);
-  group_.window().bell().ring();
+  ring();
 }
 
 bool PointToPoint::wait(const Message& message, Deadline deadline) {
   if (message.finished()) return true;
   const Gate::Pass inside(drivers_);
   if (!inside) return message.finished();  // finished by abort()
-  Waiter waiter = group_.waiter(deadline.earlier(message.deadline()));
+  Waiter waiter = this->waiter(deadline.earlier(message.deadline()));
   const auto look = [&] {
     if (message.finished()) return true;
     // If another thread holds the lock, it rings when a message has ended and when it unlocks.
@@ -221,7 +251,7 @@ bool PointToPoint::progress() {
 }
 
 bool PointToPoint::progressLocked() {
-  if (owes()) payAcks();
+  if (owes()) owes_ = pairs_.payAcks();
   awaitsData_ = false;
   if (active_.empty() && !oneSided_.any()) return !owes();
   // All arrivals are taken in before any message is matched. Then messages are visited in the order
@@ -231,17 +261,17 @@ bool PointToPoint::progressLocked() {
     // isGone is read before the mailboxes. A peer's last signals come before its end. So a message
     // that does not move in this round, although its peer had ended before the round, never will.
     const bool isMatched = message->kind_ != Kind::kReceive || message->fetch_;
-    for (int r = message->firstSource(); r <= message->lastSource(group_.size()); ++r) {
-      pairs_[r].isGone = group_.isGone(r);
+    for (int r = message->firstSource(); r <= message->lastSource(pairs_.size()); ++r) {
+      pairs_[r].isGone = group().isGone(r);
       if (!isMatched) pairs_[r].wanted = true;
     }
   }
   const bool fromAll = oneSided_.any();
-  for (int from = 0; from < group_.size(); ++from) {
+  for (int from = 0; from < pairs_.size(); ++from) {
     pairs_[from].sendsHeld = false;
     pairs_[from].tagsHeld.clear();
     const bool wanted = std::exchange(pairs_[from].wanted, false) || fromAll;
-    if (wanted && from != group_.rank()) takeIn(from);
+    if (wanted && from != group().rank()) takeIn(from);
   }
   oneSided_.progress();
 
@@ -256,7 +286,7 @@ bool PointToPoint::progressLocked() {
       ++it;
     }
   }
-  if (moved) group_.window().bell().ring();
+  if (moved) ring();
   return active_.empty() && !oneSided_.any() && !owes();
 }
 
@@ -269,7 +299,7 @@ bool PointToPoint::advance(Message& message) {
     case Kind::kAwaitApplied:
       return advanceAwait(message);
     default:
-      return message.peer_ == group_.rank() ? applyHere(message) : advanceSend(message);
+      return message.peer_ == group().rank() ? applyHere(message) : advanceSend(message);
   }
 }
 
@@ -294,8 +324,13 @@ bool PointToPoint::advanceAwait(Message& message) {
   return isThere;
 }
 
-// True if the message's window, one of ours, is open. Otherwise ends the message.
+// True if the message's window, one of ours, is open and the peer has a part of it. Otherwise ends the
+// message.
 bool PointToPoint::isOpen(Message& message) {
+  if (oneSided_.hasJoinedAfter(message.tag_, message.peer_)) {
+    end(message, Error{ErrorCode::kInvalidArgument, titleOf(message) + kJoinedAfter});
+    return false;
+  }
   if (oneSided_.isOpen(message.tag_)) return true;
   end(message, Error{ErrorCode::kAborted, titleOf(message) + ": the window was closed meanwhile"});
   return false;
@@ -312,13 +347,13 @@ bool PointToPoint::advanceReceive(Message& message) {
       failpoint("message-acknowledged");
       end(message, {});
     } else if ((code == ErrorCode::kPeerLost || code == ErrorCode::kAborted) &&
-               !group_.isGone(message.peer_)) {
+               !group().isGone(message.peer_)) {
       // The connection broke. It may have been made again since the fetch began. Or the peer has
       // fenced us: then the view that excludes us is on its way.
       return pairs_[message.peer_].reconnections != message.reconnections_ && fetch(message);
-    } else if (group_.isGone(message.peer_) || pairs_[message.peer_].left) {
+    } else if (group().isGone(message.peer_) || pairs_[message.peer_].left) {
       end(message,
-          Error{ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)});
+          Error{ErrorCode::kPeerLost, titleOf(message) + ": " + group().whyGone(message.peer_)});
     } else if (code == ErrorCode::kRefused) {
       end(message, Error{code, titleOf(message) + ": it gave up this message of " +
                                    std::to_string(message.data_.size()) + " bytes with tag " +
@@ -331,22 +366,22 @@ bool PointToPoint::advanceReceive(Message& message) {
     }
     return true;
   }
-  for (int from = message.firstSource(); from <= message.lastSource(group_.size()); ++from) {
-    Pair& pair = pairs_[from];
+  for (int from = message.firstSource(); from <= message.lastSource(pairs_.size()); ++from) {
+    MessagePair& pair = pairs_[from];
     for (auto early = pair.early.begin(); early != pair.early.end(); ++early) {
       if (early->tag != message.tag_) continue;
       if (early->bytes != message.data_.size()) {
         // The message stays: a receive of the right size can still take it.
         end(message,
             Error{ErrorCode::kInvalidArgument,
-                  group_.nameRank(from) + " sent a message of " + std::to_string(early->bytes) +
+                  group().nameRank(from) + " sent a message of " + std::to_string(early->bytes) +
                       " bytes with tag " + std::to_string(message.tag_) +
                       ", but the tensor to receive it has " + std::to_string(message.data_.size()) +
                       " bytes"});
         return true;
       }
       message.peer_ = from;
-      const Early taken = std::move(*early);
+      const EarlyMessage taken = std::move(*early);
       pair.earlyBytes -= taken.heldBytes();
       pair.early.erase(early);
       const bool finished = takeEarly(message, taken);
@@ -357,7 +392,7 @@ bool PointToPoint::advanceReceive(Message& message) {
   return false;
 }
 
-bool PointToPoint::takeEarly(Message& message, const Early& early) {
+bool PointToPoint::takeEarly(Message& message, const EarlyMessage& early) {
   if (early.bytes <= kCellPayload) {
     if (early.bytes) std::memcpy(message.data_.data(), early.payload.data(), early.bytes);
     end(message, {});
@@ -370,10 +405,10 @@ bool PointToPoint::takeEarly(Message& message, const Early& early) {
 
 bool PointToPoint::fetch(Message& message) {
   message.reconnections_ = pairs_[message.peer_].reconnections;
-  message.fetch_ = std::make_unique<Completion>(&group_.window().bell());
+  message.fetch_ = std::make_unique<Completion>(&line_->doorbell());
   failpoint("message-fetch");
-  auto started = group_.window().get(message.peer_, message.source_, 0, message.data_,
-                                     *message.fetch_, message.device_.owner);
+  auto started = group().window().get(message.peer_, message.source_, 0, message.data_,
+                                      *message.fetch_, message.device_.owner);
   if (started.code() == ErrorCode::kPeerLost) {
     message.fetch_->error.store(ErrorCode::kPeerLost);
   } else if (!started.ok()) {
@@ -386,7 +421,7 @@ bool PointToPoint::fetch(Message& message) {
 // "put to rank 3 (global rank 7)"
 std::string PointToPoint::titleOf(const Message& message) const {
   return std::string(message.operation()) + (message.isSent() ? " to " : " from ") +
-         (message.peer_ == kAnySource ? std::string("any rank") : group_.nameRank(message.peer_));
+         (message.peer_ == kAnySource ? std::string("any rank") : group().nameRank(message.peer_));
 }
 
 // Ends a message that did not move, if it has no chance left. A fetch by a device ends by itself, also
@@ -395,7 +430,7 @@ std::string PointToPoint::titleOf(const Message& message) const {
 void PointToPoint::endLate(Message& message) {
   const bool isCopying = message.fetch_ && message.device_.owner;
   Status status;
-  if (auto usable = group_.usable(); !usable.ok()) {
+  if (auto usable = group().usable(); !usable.ok()) {
     status = std::move(usable);
   } else if (Status none = isCopying ? Status() : lost(message); !none.ok()) {
     status = std::move(none);
@@ -411,9 +446,10 @@ void PointToPoint::endLate(Message& message) {
 // fetching waits for the next receive.
 void PointToPoint::giveUp(Message& message, Status status) {
   if (message.fetch_) {
-    group_.window().cancel(*message.fetch_);
-    Pair& pair = pairs_[message.peer_];
-    const auto behind = std::ranges::upper_bound(pair.early, message.number_, {}, &Early::number);
+    group().window().cancel(*message.fetch_);
+    MessagePair& pair = pairs_[message.peer_];
+    const auto behind =
+        std::ranges::upper_bound(pair.early, message.number_, {}, &EarlyMessage::number);
     const auto back = pair.early.insert(
         behind, {message.number_, message.tag_, message.data_.size(), message.source_, {}});
     pair.earlyBytes += back->heldBytes();
@@ -428,17 +464,17 @@ Status PointToPoint::lost(const Message& message) const {
     return pairs_[r].isGone || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
   };
   if (message.peer_ != kAnySource) {
-    if (message.peer_ == group_.rank() || !isGone(message.peer_)) return {};
-    return {ErrorCode::kPeerLost, titleOf(message) + ": " + group_.whyGone(message.peer_)};
+    if (message.peer_ == group().rank() || !isGone(message.peer_)) return {};
+    return {ErrorCode::kPeerLost, titleOf(message) + ": " + group().whyGone(message.peer_)};
   }
   RankTexts reasons;
-  for (int r = 0; r < group_.size(); ++r) {
-    if (r == group_.rank()) continue;
+  for (int r = 0; r < pairs_.size(); ++r) {
+    if (r == group().rank()) continue;
     if (!isGone(r)) return {};
-    reasons.add(r, group_.whyGone(r));
+    reasons.add(r, group().whyGone(r));
   }
-  const auto phrase = [this](const std::vector<int>& ranks, const std::string& why) {
-    return group_.nameRanks(ranks) + ": " + why;
+  const auto phrase = [&current = group()](const std::vector<int>& ranks, const std::string& why) {
+    return current.nameRanks(ranks) + ": " + why;
   };
   return {ErrorCode::kPeerLost, titleOf(message) + ": nobody is left" +
                                     (reasons.empty() ? "" : ": ") + reasons.join("; ", phrase)};
@@ -446,7 +482,7 @@ Status PointToPoint::lost(const Message& message) const {
 
 void PointToPoint::end(Message& message, Status status) {
   // Connections end with the group, and a fetch may see that first: then the group's error counts.
-  if (const Status usable = group_.usable(); !usable.ok() && !status.ok()) status = usable;
+  if (const Status usable = group().usable(); !usable.ok() && !status.ok()) status = usable;
   if (message.isSent() && message.region_) pairs_[message.peer_].announced.erase(message.number_);
   message.region_ = MemoryRegion();
   message.hasData_ = nullptr;

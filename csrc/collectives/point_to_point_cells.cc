@@ -14,8 +14,6 @@ namespace {
 // acknowledgements that the sender has not read. Beyond this, messages stay in the mailbox and the
 // sender waits.
 constexpr size_t kEarlyBudget = 64 << 20;
-// Number of acknowledgements in one control message.
-constexpr size_t kAcksPerMessage = 4096;
 
 CellKind cellKindOf(Message::Kind kind) {
   if (kind == Message::Kind::kPut) return CellKind::kPut;
@@ -26,11 +24,10 @@ CellKind cellKindOf(Message::Kind kind) {
 
 // True when the message is finished.
 bool PointToPoint::advanceSend(Message& message) {
-  Pair& pair = pairs_[message.peer_];
+  MessagePair& pair = pairs_[message.peer_];
   if (message.number_ != 0) {
     if (!message.isAcknowledged_)
-      pair.mailboxes.takeAcks([&](uint64_t number)
-                                  REQUIRES(progressLock_) { noteAcknowledged(pair, number); });
+      pair.mailboxes.takeAcks([&](uint64_t number) { pair.noteAcknowledged(number); });
     if (!message.isAcknowledged_) return false;
     end(message, {});
     return true;
@@ -56,7 +53,7 @@ bool PointToPoint::advanceSend(Message& message) {
   if (payload) std::memcpy(cell.payload, message.data_.data(), payload);
   auto placed = pair.mailboxes.put(cell);
   // The cell is put again after a reconnect.
-  if (placed.code() == ErrorCode::kPeerLost && !group_.isGone(message.peer_)) placed = {};
+  if (placed.code() == ErrorCode::kPeerLost && !group().isGone(message.peer_)) placed = {};
   if (!placed.ok()) {
     end(message, Error{placed.code(), titleOf(message) + ": " + placed.error().message});
     return true;
@@ -90,7 +87,7 @@ bool PointToPoint::findData(Message& message) {
 // Registers the data for the other side to fetch. False: the message has ended with an error, or it
 // waits for room in the table of regions.
 bool PointToPoint::announce(Message& message) {
-  RegionTable& regions = group_.engine().regions();
+  RegionTable& regions = group().engine().regions();
   const MessageDevice& device = message.device_;
   auto region = device.owner ? regions.addOffered(message.data_, device.owner, device.offer)
                              : regions.add(message.data_.data(), message.data_.size(), kRemoteRead);
@@ -107,19 +104,19 @@ bool PointToPoint::announce(Message& message) {
 // Puts again all that the rank may lack. If the connection breaks meanwhile, this is called again.
 void PointToPoint::onReconnected(int rank) {
   Guard lock(progressLock_);
-  if (!aborted_.ok() || group_.window().peerPtr(rank)) return;
-  Pair& pair = pairs_[rank];
+  if (!aborted_.ok() || pairs_[rank].mailboxes.isMapped()) return;
+  MessagePair& pair = pairs_[rank];
   ++pair.reconnections;
   oneSided_.onReconnected(rank);
-  pair.mailboxes.putAgain();
+  pair.mailboxes.putAgain(group().isGone(rank));
   if (pair.mailboxes.owes()) owes_ = true;
   progressLocked();
-  group_.window().bell().ring();
+  ring();
 }
 
 // Takes the messages that have arrived from a rank out of its mailbox.
 void PointToPoint::takeIn(int from) {
-  Pair& pair = pairs_[from];
+  MessagePair& pair = pairs_[from];
   const auto held = [&]() REQUIRES(progressLock_) {
     return pair.earlyBytes + oneSided_.heldBytes(from) +
            pair.mailboxes.unread().size() * sizeof(uint64_t);
@@ -128,8 +125,8 @@ void PointToPoint::takeIn(int from) {
     const MailboxCell* const cell = pair.mailboxes.arrived();
     if (!cell) return;
     if (!takeOne(from, *cell)) {
-      group_.fail(
-          {ErrorCode::kProtocol, group_.nameRank(from) + " sent a message that does not decode"});
+      group().fail(
+          {ErrorCode::kProtocol, group().nameRank(from) + " sent a message that does not decode"});
       return;
     }
     pair.mailboxes.take();
@@ -140,10 +137,10 @@ void PointToPoint::takeIn(int from) {
 // Takes one message out of its cell. False: the content of the cell is invalid. Each field is read
 // once, into our own memory, because the sender may still change the cell.
 bool PointToPoint::takeOne(int from, const MailboxCell& cell) {
-  Pair& pair = pairs_[from];
+  MessagePair& pair = pairs_[from];
   const uint64_t number = pair.mailboxes.taken() + 1;
   const CellKind kind = cell.kind;
-  Early early{number, cell.tag, cell.bytes, cell.region, {}};
+  EarlyMessage early{number, cell.tag, cell.bytes, cell.region, {}};
   const bool isLarge = early.bytes > kCellPayload;
   if (isLarge && early.region.bytes < early.bytes) return false;
   if (!isLarge) early.payload.assign(cell.payload, cell.payload + early.bytes);
@@ -162,73 +159,14 @@ bool PointToPoint::takeOne(int from, const MailboxCell& cell) {
 
 void PointToPoint::acknowledge(int to, uint64_t number) {
   MailboxPair& mailboxes = pairs_[to].mailboxes;
-  mailboxes.acknowledge(number);
+  mailboxes.acknowledge(number, group().isGone(to));
   if (mailboxes.owes()) owes_ = true;
-}
-
-// Puts acknowledgements that had no room before.
-void PointToPoint::payAcks() {
-  bool owes = false;
-  for (Pair& pair : pairs_) {
-    if (pair.mailboxes.owes()) pair.mailboxes.putAcks();
-    owes |= pair.mailboxes.owes();
-  }
-  owes_ = owes;
-}
-
-// Marks a large message as fetched, unless it was given up.
-void PointToPoint::noteAcknowledged(Pair& pair, uint64_t number) {
-  const auto found = pair.announced.find(number);
-  if (found != pair.announced.end()) found->second->isAcknowledged_ = true;
-}
-
-// Tells the other ranks that we have left, by a control message, because their memory may be gone
-// by then. If it is lost with its connection, they wait until their messages time out. Wire form:
-//   u64 messages that we sent  u8 isLast  u32 count  u64 their messages that we fetched [count]
-void PointToPoint::sayThatWeLeft() {
-  for (int r = 0; r < group_.size(); ++r) {
-    const auto& peer = group_.window().peer(r);
-    if (!peer || group_.isGone(r)) continue;
-    const std::deque<uint64_t>& acks = pairs_[r].mailboxes.unread();
-    size_t told = 0;
-    do {
-      const size_t more = std::min(acks.size() - told, kAcksPerMessage);
-      ByteWriter last;
-      last.put(pairs_[r].mailboxes.sent()).put(static_cast<uint8_t>(told + more == acks.size()));
-      last.put(static_cast<uint32_t>(more));
-      for (size_t i = 0; i < more; ++i) last.put(acks[told++]);
-      (void)group_.engine().send(*peer, group_.topic() + 1, last.take());
-    } while (told < acks.size());
-  }
-}
-
-// Runs on the loop's thread.
-void PointToPoint::onLeft(const EngineId& from, ByteView message) {
-  ByteReader in(message);
-  const auto sent = in.get<uint64_t>();
-  const bool isLast = in.get<uint8_t>() != 0;
-  const size_t count = in.get<uint32_t>();
-  if (count > kAcksPerMessage) return;
-  std::vector<uint64_t> acks(count);
-  for (uint64_t& ack : acks) ack = in.get<uint64_t>();
-  if (!in.finish("").ok()) return;
-  Guard lock(progressLock_);
-  for (int r = 0; r < group_.size(); ++r) {
-    const auto& peer = group_.window().peer(r);
-    if (!peer || peer->id != from) continue;
-    for (const uint64_t ack : acks) noteAcknowledged(pairs_[r], ack);
-    if (!isLast) continue;
-    pairs_[r].left = sent;
-    pairs_[r].mailboxes.leave();
-  }
-  progressLocked();
-  group_.window().bell().ring();
 }
 
 // True if the rank has left the group and all that it sent has been taken in here. A put may be
 // fetched later than the messages after it are taken.
 bool PointToPoint::hasSentAll(int rank) const {
-  const Pair& pair = pairs_[rank];
+  const MessagePair& pair = pairs_[rank];
   return pair.left && pair.mailboxes.taken() >= *pair.left && !oneSided_.holdsBack(rank);
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "collectives/collectives.h"
+#include "group/call_of_several.h"
 #include "group/operation.h"
 
 namespace mooncake {
@@ -137,14 +138,15 @@ Result<std::shared_ptr<Message>> RmaWindow::put(std::span<const std::byte> data,
                                                   ": rank " + std::to_string(to) + " registered " +
                                                   std::to_string(part.bytes) + " bytes"};
   }
-  return track(to, messages_.put(data, to, part.number, offset, deadline, std::move(onDone),
-                                 std::move(owner)));
+  return track(to, messages_.put(data, to, {part.number, number_}, offset, deadline,
+                                 std::move(onDone), std::move(owner)));
 }
 
 Result<std::shared_ptr<Message>> RmaWindow::signal(int to, Deadline deadline, OnDone onDone) {
   Lock lock(mutex_);
   MOONCAKE_TRY(usable());
-  return track(to, messages_.signal(to, parts_[size_t(to)].number, deadline, std::move(onDone)));
+  return track(
+      to, messages_.signal(to, {parts_[size_t(to)].number, number_}, deadline, std::move(onDone)));
 }
 
 std::shared_ptr<Message> RmaWindow::awaitSignal(int from, Deadline deadline, OnDone onDone) {
@@ -189,6 +191,7 @@ Status RmaWindow::close(Group& group, Deadline deadline) {
 
 Status RmaWindow::awaitAllPuts(Group& group, Deadline deadline) {
   MOONCAKE_TRY(awaitOwnPuts(group, deadline));
+  CallOfSeveral call(group);
   ByteWriter mine;
   for (const Part& part : parts_) mine.put(part.sent);
   std::vector<Bytes> counts;
@@ -196,6 +199,7 @@ Status RmaWindow::awaitAllPuts(Group& group, Deadline deadline) {
       exchangeRecords(group, {.verb = Verb::kDeregisterWindow}, mine.take(), counts, deadline));
   MOONCAKE_TRY(awaitOthers(group, counts, deadline));
   // A rank that returns may rely on its own puts being in place.
+  call.last();
   return barrier(group, deadline);
 }
 

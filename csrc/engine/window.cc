@@ -9,12 +9,14 @@
 namespace mooncake {
 
 // A part's description, wire form:  u64 address  u64 bytes  u64 key  u64 offset in the owner's
-// arena  u64 lease's offset there  u64 lease's turn
+// arena  u64 lease's offset there  u64 lease's turn  u64 bell's offset there
 
-Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, size_t bytes) {
+Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, size_t bytes,
+                                               std::shared_ptr<LineBell> bell) {
   auto block = engine->allocate(kUserOffset + bytes);
   if (!block.ok()) return block.error();
-  auto region = engine->regions().add(block->data(), block->bytes(), kRemoteRead | kRemoteWrite);
+  auto region = engine->regions().add(block->data(), block->bytes(), kRemoteRead | kRemoteWrite, {},
+                                      &bell->doorbell());
   if (!region.ok()) return region.error();
   auto lease = engine->leases().take();
   if (!lease.ok()) return lease.error();
@@ -23,8 +25,8 @@ Result<std::unique_ptr<Window>> Window::create(std::shared_ptr<Engine> engine, s
   window->block_ = std::move(*block);
   window->region_ = std::move(*region);
   window->lease_ = std::move(*lease);
+  window->line_ = std::move(bell);
   window->local_ = window->block_.data();
-  new (window->local_) Doorbell;
   return window;
 }
 
@@ -46,7 +48,7 @@ void Window::retire(std::vector<RetiredMemory> more) {
     mappers.push_back({member.peer, std::nullopt});
     if (member.mapped) mappers.back().lease = member.lease;
   }
-  more.push_back({std::move(block_), std::move(region_)});
+  more.push_back({.keeps = line_, .block = std::move(block_), .region = std::move(region_)});
   lease_.end();
   engine_->retire(std::move(more), [isAttached = isAttached_, mappers = std::move(mappers)] {
     return isAttached && std::ranges::all_of(mappers, [](const Mapper& mapper) {
@@ -67,6 +69,7 @@ Bytes Window::describe() const {
       .put(block_.offset())
       .put(lease.offset)
       .put(lease.turn)
+      .put(line_->offset())
       .take();
 }
 
@@ -89,6 +92,7 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
     const uint64_t offset = in.get<uint64_t>();
     member.lease.offset = in.get<uint64_t>();
     member.lease.turn = in.get<uint64_t>();
+    const uint64_t bell = in.get<uint64_t>();
     MOONCAKE_TRY(in.finish("window part of rank " + std::to_string(r)));
     if (member.part.bytes != block_.bytes()) {
       return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " made a window of " +
@@ -99,13 +103,16 @@ Status Window::attach(int rank, std::vector<std::shared_ptr<Peer>> peers,
     }
     if (isOurs) {
       member.mapped = block_.data();
+      member.bell = &line_->doorbell();
     } else if (!arena.empty()) {
       if (offset > arena.size() || member.part.bytes > arena.size() - offset ||
-          !LeaseTable::liesIn(member.lease, arena.size())) {
+          !LeaseTable::liesIn(member.lease, arena.size()) || bell % alignof(Doorbell) != 0 ||
+          bell > arena.size() - sizeof(Doorbell)) {
         return Error{ErrorCode::kProtocol,
                      "rank " + std::to_string(r) + " described a window part outside its arena"};
       }
       member.mapped = arena.data() + offset;
+      member.bell = reinterpret_cast<Doorbell*>(arena.data() + bell);
       member.fence = member.peer->channel->fenceWord();
     }
   }

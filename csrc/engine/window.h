@@ -8,6 +8,7 @@
 #include "base/wait.h"
 #include "engine/contract/transfer.h"
 #include "engine/engine.h"
+#include "engine/line_bell.h"
 #include "engine/memory/arena.h"
 #include "engine/memory/fence_words.h"
 #include "engine/memory/lease_table.h"
@@ -16,14 +17,16 @@
 namespace mooncake {
 
 // Symmetric memory of a group: every rank owns a part of the same size that the other ranks can put
-// into. A part starts with its owner's doorbell. It is made in two steps, create() and attach(); in
-// between the members exchange their describe() results. Ends with retire(), at the latest in its
-// destructor.
+// into. A put into a part rings the bell of its owner's line. A window is made in two steps,
+// create() and attach(); in between the members exchange their describe() results. Ends with
+// retire(), at the latest in its destructor.
 class Window {
  public:
-  static constexpr size_t kUserOffset = sizeof(Doorbell);  // start of the usable part
+  static constexpr size_t kUserOffset = sizeof(Doorbell);  // wires refuse puts before it
 
-  static Result<std::unique_ptr<Window>> create(std::shared_ptr<Engine> engine, size_t bytes);
+  // `bell`: of the line to which the window belongs.
+  static Result<std::unique_ptr<Window>> create(std::shared_ptr<Engine> engine, size_t bytes,
+                                                std::shared_ptr<LineBell> bell);
   ~Window();
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
@@ -43,7 +46,8 @@ class Window {
   const std::shared_ptr<Peer>& peer(int rank) const { return members_[rank].peer; }
 
   std::byte* local() const { return local_; }
-  Doorbell& bell() const { return *reinterpret_cast<Doorbell*>(local_); }
+  Doorbell& bell() const { return line_->doorbell(); }
+  const std::shared_ptr<LineBell>& line() const { return line_; }
   // Returns the rank's part where load and store reach it (always for our own), else null.
   std::byte* peerPtr(int rank) const { return members_[rank].mapped; }
   // Returns memory of the rank's arena, by its offset there. Null if load and store do not reach
@@ -64,7 +68,7 @@ class Window {
 
   // Wakes the rank if it sleeps at its doorbell. Call it only where peerPtr() is set; a put rings
   // the bell by itself.
-  void ring(int rank) const { reinterpret_cast<Doorbell*>(members_[rank].mapped)->ring(); }
+  void ring(int rank) const { members_[rank].bell->ring(); }
   Status put(int rank, uint64_t offset, std::span<const std::byte> data, Signal signal) const;
   // Puts into other memory of a rank that is not mapped; the signal word is in the rank's part.
   Status put(int rank, const RemoteRegion& region, uint64_t offset, std::span<const std::byte> data,
@@ -106,6 +110,7 @@ class Window {
     std::shared_ptr<Peer> peer;  // null: this rank
     RemoteRegion part;
     std::byte* mapped = nullptr;
+    Doorbell* bell = nullptr;                      // of the rank's line, if its arena is mapped
     const std::atomic<uint32_t>* fence = nullptr;  // if its arena is mapped: Channel::fenceWord()
     LeaseTable::Remote lease;  // the rank's lease on this window, if its arena is mapped
   };
@@ -114,6 +119,7 @@ class Window {
 
   std::shared_ptr<Engine> engine_;
   ArenaBlock block_;
+  std::shared_ptr<LineBell> line_;
   std::byte* local_ = nullptr;
   MemoryRegion region_;
   LeaseTable::Lease lease_;

@@ -64,6 +64,7 @@ struct DispatchCall {
   GroupRanks mask;              // ranks that the caller counts as active
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
+  bool goesOn = false;                      // see Call::goesOn; not with `patience`
   std::shared_ptr<Handle> handle;
   // Of kFields. Then the experts are the ranks themselves, so each rank has one expert.
   std::vector<Field> fields;
@@ -105,6 +106,7 @@ struct CombineCall {
   GroupRanks mask;
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;
+  bool goesOn = false;
   std::shared_ptr<Handle> handle;
 
   // Rows that are added to the experts' rows, before them.

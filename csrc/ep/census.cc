@@ -67,8 +67,10 @@ Status count(const Memory& memory, Census& census, Ending& ending) {
                                                       std::to_string(census.numbers.size()) +
                                                       " ranks and experts do not fit into a slot"};
   }
-  const Call what{
-      .verb = Verb::kCountTokens, .dtype = DType::kUInt32, .count = census.numbers.size()};
+  const Call what{.verb = Verb::kCountTokens,
+                  .dtype = DType::kUInt32,
+                  .goesOn = census.goesOn && !census.patience,
+                  .count = census.numbers.size()};
   Operation op(memory.group, what, census.deadline);
   Count algorithm(census, ending);
   if (census.patience) op.skipAfter(*census.patience);

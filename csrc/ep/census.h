@@ -17,6 +17,7 @@ struct Census {
   GroupRanks mask;                // ranks that the caller counts as active
   Deadline deadline = Deadline::at(Clock::time_point::max());
   std::optional<Clock::duration> patience;  // Operation::skipAfter()
+  bool goesOn = false;                      // see Call::goesOn; not with `patience`
 
   // Result, by rank. Also of masked ranks, since they follow the same layout; zeros for other
   // ranks.

@@ -413,6 +413,7 @@ Status combine(const Memory& memory, CombineCall& call, Ending& ending) {
   const Call what{
       .verb = Verb::kCombine,
       .dtype = DType::kBFloat16,
+      .goesOn = call.goesOn && !call.patience,
       .root = handle.shape.numExperts,
       .count = handle.shape.hidden,
       .tensors = uint32_t(handle.shape.maxTokens),

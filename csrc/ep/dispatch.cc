@@ -237,7 +237,7 @@ class Dispatch final : public Algorithm {
   void expect(const Operation& op, int from, RowsAt at, std::span<const std::byte> rows,
               std::deque<Piece>& pieces) const {
     const size_t step = pushBytes(rows.size(), rowBytes_, at == RowsAt::kWritten);
-    size_t word = op.group().layout().mailbox(from);
+    size_t word = op.group().layout().pushes(from);
     for (size_t done = 0; done < rows.size(); done += step, word += sizeof(uint64_t)) {
       Piece& piece = pieces.emplace_back();
       piece.rows = rows.subspan(done, std::min(step, rows.size() - done));
@@ -474,6 +474,7 @@ Status dispatch(const Memory& memory, DispatchCall& call, Ending& ending) {
                   .dtype = hasFields                         ? DType::kUInt8
                            : call.format == RowFormat::kBf16 ? DType::kBFloat16
                                                              : DType::kFloat8E4M3FN,
+                  .goesOn = call.goesOn && !call.patience,
                   .root = handle.shape.numExperts,
                   .count = hasFields ? call.rowBytes() : handle.shape.hidden,
                   .tensors = uint32_t(handle.shape.maxTokens),

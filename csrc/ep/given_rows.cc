@@ -83,7 +83,7 @@ Status GivenRows::push(Operation& op) {
     const Packed& packed = packed_[size_t(r)];
     if (packed.pushedTo && packed.pushedTo->by == r) pushed.push_back(&packed);
   }
-  const size_t words = op.group().layout().mailbox(op.rank());
+  const size_t words = op.group().layout().pushes(op.rank());
   for (size_t piece = 0, left = pushed.size(); left > 0; ++piece) {
     left = 0;
     MOONCAKE_TRY(op.goOn());

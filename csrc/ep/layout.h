@@ -102,9 +102,9 @@ class BufferLayout {
   size_t recv_;
 };
 
-// Most puts in which one rank pushes its rows. Each put has a word in the mailboxes of the group.
+// Most puts in which one rank pushes its rows. Each put has a word in the group's window.
 inline constexpr size_t kMostPushes = 16;
-inline constexpr size_t kMailboxBytes = kMostPushes * sizeof(uint64_t);
+inline constexpr size_t kPushBytes = kMostPushes * sizeof(uint64_t);
 // Least bytes of a slot's payload in the group of a buffer, 0: as the group chooses. Up to 64 ranks
 // there is room for a routing table of 4096 tokens with top-32, and for the rest of a slot's
 // content.

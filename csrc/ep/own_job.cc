@@ -94,7 +94,7 @@ GroupOptions groupOptions(const OwnJobOptions& options, const GroupEnv& env) {
           .size = options.size,
           .env = env,
           .slotBytes = slotBytesFor(options.size),
-          .mailboxBytes = kMailboxBytes,
+          .pushBytes = kPushBytes,
           .raises = options.raises};
 }
 

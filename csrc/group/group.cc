@@ -15,10 +15,11 @@ namespace {
 
 // A rank of a job publishes:    u32 version  bytes endpoint (route.cc)  u64 topic  part
 // A member of a group sends:    part
-// A part:                       bytes window part (window.cc)  bool raises
+// A part:                       bytes part of the window (window.cc)  bytes part of the mailboxes'
+//                               window, empty without messages  bool raises
 // The version covers all later formats, too: slots, mailboxes, stamps and messages. The group uses
 // the topic of rank 0.
-constexpr uint32_t kMemberVersion = 10;
+constexpr uint32_t kMemberVersion = 11;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals, even with eight ranks on two
 // cores. A slot holds four times that, for operations over messages in which only one rank sends.
@@ -49,7 +50,8 @@ size_t chooseSlotBytes(const GroupEnv& env, int size) {
 // Data about the members, once they have met.
 struct Group::Meeting {
   std::vector<std::shared_ptr<Peer>> peers;  // null: this rank
-  std::vector<Bytes> parts;                  // of the window; empty: out of the job
+  std::shared_ptr<const Roster> roster;      // of the job at that moment
+  std::vector<Parts> parts;
   std::vector<int> jobRanks;
   uint64_t topic = 0;
   bool isWholeJob = false;
@@ -59,7 +61,7 @@ Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Sto
                                              GroupOptions options, Deadline deadline) {
   const int rank = options.rank, size = options.size;
   const auto inStore = [&](const Result<Bytes>& mine) {
-    return mine.ok() ? exchange(store, "members", rank, size, *mine, deadline) : mine.error();
+    return mine.ok() ? exchange(store, kPublished, rank, size, *mine, deadline) : mine.error();
   };
   auto group = create(std::move(engine), inStore, std::move(options), deadline);
   // kInterrupted: no rank waits for an earlier attempt.
@@ -109,18 +111,30 @@ Status Group::beginJob(Deadline deadline) {
 
 Result<std::unique_ptr<Group>> Group::createWithin(std::shared_ptr<Membership> job,
                                                    GroupOptions options, Deadline deadline) {
-  MemberExchange::Options place{
-      .group = options.name, .jobRanks = options.globalRanks, .rank = options.rank};
-  for (int r = static_cast<int>(place.jobRanks.size()); r < options.size; ++r)
-    place.jobRanks.push_back(r);
   // Every member counts the group, also if it cannot make it.
-  const auto topics = job->newTopics(options.name, place.jobRanks);
+  const auto topics = job->newTopics(options.name, jobRanksOf(options));
   if (!topics.ok()) return topics.error();
-  place.topic = topics->first;
+  return createOn(std::move(job), std::move(options), *topics, deadline);
+}
+
+std::vector<int> Group::jobRanksOf(const GroupOptions& options) {
+  std::vector<int> ranks = options.jobRanks.empty() ? options.globalRanks : options.jobRanks;
+  for (int r = static_cast<int>(ranks.size()); r < options.size; ++r) ranks.push_back(r);
+  return ranks;
+}
+
+Result<std::unique_ptr<Group>> Group::createOn(std::shared_ptr<Membership> job,
+                                               GroupOptions options, Topics topics,
+                                               Deadline deadline) {
+  MemberExchange::Options place{.group = options.name,
+                                .topic = topics.first,
+                                .jobRanks = jobRanksOf(options),
+                                .rank = options.rank,
+                                .roster = job->roster()};
   auto group = prepare(job->sharedEngine(), std::move(options));
   if (!group.ok()) return MemberExchange::refuse(job, place, group.error());
   (*group)->membership_ = std::move(job);
-  auto meeting = (*group)->meetInJob(std::move(place), topics->second, deadline);
+  auto meeting = (*group)->meetInJob(std::move(place), topics.second, deadline);
   const Status made = meeting.ok() ? (*group)->start(std::move(*meeting)) : meeting.status();
   if (made.ok()) return group;
   if (auto& exchange = (*group)->exchange_) exchange->giveUp(made.error());
@@ -136,34 +150,49 @@ Result<std::unique_ptr<Group>> Group::prepare(std::shared_ptr<Engine> engine,
   }
   const size_t slotBytes = std::max(chooseSlotBytes(options.env, size), options.slotBytes);
   const size_t eagerBytes = options.env.eagerBytes ? slotBytes : std::min(slotBytes, kEagerBytes);
-  const PartLayout layout(size, slotBytes, options.mailboxBytes);
+  const PartLayout layout(size, slotBytes, options.pushBytes);
   std::unique_ptr<Group> group(new Group(std::move(options), layout, slotBytes, eagerBytes));
   const size_t arenaBytes = engine->arena().capacity();
-  auto window = Window::create(std::move(engine), layout.bytes());
-  if (!window.ok()) {
-    Error why = window.error();
-    if (why.code == ErrorCode::kExhausted) {
-      const size_t bytes = Window::kUserOffset + layout.bytes();
-      why.message = "group '" + group->name() + "' cannot be made on " +
-                    group->nameRank(group->rank()) + ": " + why.message +
-                    ". Each group of this size takes " + std::to_string(bytes) + " bytes, so " +
-                    std::to_string(arenaBytes / bytes) +
-                    " fit if nothing else is there. Destroy groups that are not used, raise "
-                    "MOONCAKE_ARENA_BYTES, or set a smaller MOONCAKE_EAGER_BYTES on all ranks, "
-                    "which makes groups smaller";
-    }
-    return why;
+  if (!group->options_.bell) {
+    auto bell = LineBell::create(*engine);
+    if (!bell.ok()) return group->withoutRoom(bell.error(), arenaBytes);
+    group->options_.bell = std::move(*bell);
   }
+  auto window = Window::create(engine, layout.bytes(), group->options_.bell);
+  if (!window.ok()) return group->withoutRoom(window.error(), arenaBytes);
   group->window_ = std::move(*window);
+  if (const size_t bytes = group->options_.mailboxBytes * size_t(size); bytes > 0) {
+    auto mailboxes = Window::create(engine, bytes, group->options_.bell);
+    if (!mailboxes.ok()) return group->withoutRoom(mailboxes.error(), arenaBytes);
+    group->mailboxes_ = std::move(*mailboxes);
+  }
   return group;
 }
 
-Bytes Group::describePart() const {
-  return ByteWriter().putBytes(window_->describe()).put(options_.raises).take();
+Error Group::withoutRoom(Error why, size_t arenaBytes) const {
+  if (why.code != ErrorCode::kExhausted) return why;
+  const size_t bytes =
+      2 * Window::kUserOffset + layout_.bytes() + options_.mailboxBytes * size_t(size());
+  why.message = "group '" + name() + "' cannot be made on " + nameRank(rank()) + ": " +
+                why.message + ". Each group of this size takes " + std::to_string(bytes) +
+                " bytes, so " + std::to_string(arenaBytes / bytes) +
+                " fit if nothing else is there. Destroy groups that are not used, raise "
+                "MOONCAKE_ARENA_BYTES, or set a smaller MOONCAKE_EAGER_BYTES on all ranks, "
+                "which makes groups smaller";
+  return why;
 }
 
-Result<Bytes> Group::takePart(ByteReader& in, int rank) const {
-  const auto part = in.getBytes(1 << 10);
+Bytes Group::describePart() const {
+  return ByteWriter()
+      .putBytes(window_->describe())
+      .putBytes(mailboxes_ ? mailboxes_->describe() : Bytes())
+      .put(options_.raises)
+      .take();
+}
+
+Result<Group::Parts> Group::takePart(ByteReader& in, int rank) const {
+  const auto window = in.getBytes(1 << 9);
+  const auto mailboxes = in.getBytes(1 << 9);
   const bool raises = in.get<bool>();
   MOONCAKE_TRY(in.finish("address of rank " + std::to_string(rank)));
   if (raises != options_.raises) {
@@ -172,7 +201,13 @@ Result<Bytes> Group::takePart(ByteReader& in, int rank) const {
                                            std::to_string(this->rank()) +
                                            " the other one: choose the same on all ranks"};
   }
-  return Bytes(part.begin(), part.end());
+  if (mailboxes.empty() != (mailboxes_ == nullptr)) {
+    return Error{ErrorCode::kMismatch,
+                 "rank " + std::to_string(rank) + " made its group with" +
+                     (mailboxes_ ? "out" : "") + " messages, rank " + std::to_string(this->rank()) +
+                     " with" + (mailboxes_ ? "" : "out") + ": do all ranks have the same options?"};
+  }
+  return Parts{Bytes(window.begin(), window.end()), Bytes(mailboxes.begin(), mailboxes.end())};
 }
 
 Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) {
@@ -217,21 +252,41 @@ Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) 
       Membership::start(window_->sharedEngine(), {.rank = rank(),
                                                   .peers = *peers,
                                                   .failureTimeout = engine().env().failureTimeout,
-                                                  .waitsFile = std::move(env->waitsFile)});
+                                                  .waitsFile = std::move(env->waitsFile),
+                                                  .identity = options_.identity});
   if (!membership.ok()) return membership.error();
   membership_ = std::move(*membership);
   meeting.peers = std::move(*peers);
+  meeting.roster = membership_->roster();
   return meeting;
+}
+
+Result<Bytes> Group::endpointIn(ByteView published) {
+  ByteReader in(published);
+  const auto version = in.get<uint32_t>();
+  if (!in.failed() && version != kMemberVersion) {
+    return Error{ErrorCode::kMismatch, "the job speaks version " + std::to_string(version) +
+                                           " of the protocol, this process version " +
+                                           std::to_string(kMemberVersion) +
+                                           ": install the same mooncake-backend everywhere"};
+  }
+  const ByteView endpoint = in.getBytes(64 << 10);
+  if (in.failed()) return Error{ErrorCode::kProtocol, "a rank's entry in the store is cut off"};
+  return Bytes(endpoint.begin(), endpoint.end());
+}
+
+Bytes Group::publishedBy(const Engine& engine) {
+  return ByteWriter().put(kMemberVersion).putBytes(engine.endpoint()).take();
 }
 
 Result<Group::Meeting> Group::meetInJob(MemberExchange::Options place, uint64_t topic,
                                         Deadline deadline) {
-  Meeting meeting{.jobRanks = place.jobRanks, .topic = topic};
+  Meeting meeting{.roster = place.roster, .jobRanks = place.jobRanks, .topic = topic};
   exchange_ = std::make_unique<MemberExchange>(membership_, std::move(place), describePart());
   auto all = exchange_->collect(deadline);
   if (!all.ok()) return all.error();
   for (int r = 0; r < size(); ++r) {
-    meeting.peers.push_back(membership_->peer(meeting.jobRanks[size_t(r)]));
+    meeting.peers.push_back(meeting.roster->peer(meeting.jobRanks[size_t(r)]));
     meeting.parts.emplace_back();
     if (!(*all)[size_t(r)]) continue;
     ByteReader in(*(*all)[size_t(r)]);
@@ -243,7 +298,13 @@ Result<Group::Meeting> Group::meetInJob(MemberExchange::Options place, uint64_t 
 }
 
 Status Group::start(Meeting meeting) {
-  MOONCAKE_TRY(window_->attach(rank(), std::move(meeting.peers), meeting.parts));
+  std::vector<Bytes> parts, mailboxes;
+  for (Parts& one : meeting.parts) {
+    parts.push_back(std::move(one.window));
+    mailboxes.push_back(std::move(one.mailboxes));
+  }
+  if (mailboxes_) MOONCAKE_TRY(mailboxes_->attach(rank(), meeting.peers, mailboxes));
+  MOONCAKE_TRY(window_->attach(rank(), std::move(meeting.peers), parts));
   int onHost = 0;
   for (int r = 0; r < size(); ++r) {
     onHost += window_->peerPtr(r) != nullptr;
@@ -270,12 +331,13 @@ Status Group::start(Meeting meeting) {
       FlushAgent::Options{.group = name(),
                           .rank = rank(),
                           .jobRanks = std::move(meeting.jobRanks),
+                          .roster = std::move(meeting.roster),
                           .topic = meeting.topic,
                           .raises = options_.raises,
                           .founds = meeting.isWholeJob,
                           .globalRanks = options_.globalRanks});
   onView(*agent_->view());
-  engine().watch(&interrupt_, &window_->bell());
+  engine().watch(&bell()->interrupt(), &window_->bell());
   agent_->start();
   listed_ = std::make_unique<ListedGroup>(*this);
   return {};
@@ -284,8 +346,10 @@ Status Group::start(Meeting meeting) {
 Group::~Group() {
   listed_.reset();  // from here on the signal's thread does not read this group
   if (!window_) return;
-  if (agent_) agent_->stop();
-  engine().unwatch(&interrupt_);
+  if (agent_) {
+    agent_->stop();
+    engine().unwatch(&bell()->interrupt());
+  }
   reserved_.push_back(std::move(shared_));
   window_->retire(std::move(reserved_));
 }
@@ -295,7 +359,8 @@ std::string Group::nameRanks(std::span<const int> ranks) const {
 }
 
 Waiter Group::waiter(Deadline deadline) const {
-  return {window_->bell(), interrupt_, interrupt_.generation(), deadline, spin_};
+  const Interrupt& interrupt = bell()->interrupt();
+  return {window_->bell(), interrupt, interrupt.generation(), deadline, spin_};
 }
 
 void Group::fail(Error why) {
@@ -311,7 +376,7 @@ void Group::fail(Error why) {
 void Group::ring() const { window_->bell().ring(); }
 
 void Group::interruptAll() {
-  interrupt_.bump();
+  bell()->interrupt().bump();
   ring();
 }
 
@@ -335,6 +400,10 @@ void Group::watchReconnects(std::function<void(int)> watcher) {
 void Group::onReconnected(int rank) {
   Lock lock(reconnectMutex_);
   if (onReconnected_) onReconnected_(rank);
+}
+
+void Group::onSeriesEnd(const SeriesClose& close) {
+  if (options_.onSeriesEnd) options_.onSeriesEnd(close);
 }
 
 bool Group::isGone(int rank) const {
@@ -390,14 +459,14 @@ Result<RetiredMemory> Group::allocate(size_t bytes) const {
   const uint32_t byCards = usesCards_ ? kLasting | kLanding : 0;
   auto region = engine().regions().add(block->data(), block->bytes(), kRemoteRead | byCards);
   if (!region.ok()) return region.error();
-  return RetiredMemory{std::move(*block), std::move(*region)};
+  return RetiredMemory{.block = std::move(*block), .region = std::move(*region)};
 }
 
 Result<Group::Shared> Group::reserve(size_t bytes) {
   auto memory = allocate(bytes);
   if (!memory.ok()) return memory.error();
-  const auto& [block, region] = reserved_.emplace_back(std::move(*memory));
-  return Shared{block.data(), region.remote(), block.offset()};
+  const RetiredMemory& kept = reserved_.emplace_back(std::move(*memory));
+  return Shared{kept.block.data(), kept.region.remote(), kept.block.offset()};
 }
 
 Result<Group::Shared> Group::shared(size_t bytes) {

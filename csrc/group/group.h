@@ -28,13 +28,23 @@ struct GroupOptions {
   int rank = 0;
   int size = 1;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
+  std::vector<int> jobRanks;     // the same in the job; empty: as globalRanks says
   GroupEnv env;                  // the same on all members
   size_t slotBytes = 0;          // least bytes of a slot's payload; 0: as the environment says
-  size_t mailboxBytes = 0;       // of one mailbox; point-to-point defines its layout
+  size_t pushBytes = 0;          // of the words for one rank's pushes: ep/layout.h
+  size_t mailboxBytes = 0;       // of one mailbox: collectives/mailbox.h; 0: no messages
+  // Bell of the group that this one follows. Null: this group begins a line.
+  std::shared_ptr<LineBell> bell;
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors
+  // Of a group that begins a job: what a process must have in common with it to take the place of a
+  // lost rank. Null: no process can.
+  std::optional<JobIdentity> identity;
   // Called with the members that are in: when the group is made, and whenever a member is lost. Any
   // thread.
   std::function<void(const GroupView&)> onView;
+  // Called once, when the series has ended on this rank: see Renewal::hasEnded(). Any thread, also
+  // the engine's: it neither waits nor destroys the group. Takes no lock of the group's.
+  std::function<void(const SeriesClose&)> onSeriesEnd;
 };
 
 // Ranks that call operations together. They share a window and a count of operations. The caller
@@ -52,10 +62,20 @@ class Group final : public FlushOwner {
   static Result<std::unique_ptr<Group>> create(std::shared_ptr<Engine> engine,
                                                const Exchange& exchange, GroupOptions options,
                                                Deadline deadline);
+  // The endpoint of an engine (Engine::endpoint) in what a rank of a job has published in the store.
+  static Result<Bytes> endpointIn(ByteView published);
+  // What a process that joins the job publishes there.
+  static Bytes publishedBy(const Engine& engine);
+  static constexpr const char* kPublished = "members";  // name of the exchange in the store
   // Makes a group of ranks of a job. A rank that is out of the job, or is lost meanwhile, keeps its
   // number in the group and takes no part.
   static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
                                                      GroupOptions options, Deadline deadline);
+  // The same over two topics that no other group has: see topicsOf().
+  using Topics = std::pair<uint64_t, uint64_t>;
+  static Result<std::unique_ptr<Group>> createOn(std::shared_ptr<Membership> job,
+                                                 GroupOptions options, Topics topics,
+                                                 Deadline deadline);
   ~Group() override;
 
   int rank() const { return options_.rank; }
@@ -64,6 +84,11 @@ class Group final : public FlushOwner {
   const GroupEnv& env() const { return options_.env; }
   Engine& engine() const { return window_->engine(); }
   const Window& window() const { return *window_; }
+  // The window of the mailboxes: [rank] of `mailboxBytes`. Null: the group has none. It may outlive
+  // the group, because messages cross from one group to its successor.
+  const std::shared_ptr<Window>& mailboxes() const { return mailboxes_; }
+  // The bell of the group's line: GroupOptions::bell of a successor.
+  const std::shared_ptr<LineBell>& bell() const { return window_->line(); }
   const PartLayout& layout() const { return layout_; }
   // True if all ranks are mapped here and are more than the cores: a waiting thread yields its
   // core.
@@ -78,6 +103,7 @@ class Group final : public FlushOwner {
   uint64_t topic() const { return topic_; }
 
   Waiter waiter(Deadline deadline) const override;
+  SpinPolicy spin() const { return spin_; }  // of waiter()
   // Null unless all ranks are mapped. Only for the thread that runs the operation.
   RankCores* cores() { return window_->fullyMapped() ? &cores_ : nullptr; }
   // Ends every wait of this group, and refuses every later operation with this error. The first
@@ -96,12 +122,15 @@ class Group final : public FlushOwner {
 
   const std::shared_ptr<Membership>& membership() const { return membership_; }
   FlushAgent& agent() const { return *agent_; }
+  // How this group ends its series, to go on in a successor.
+  Renewal& renewal() const { return agent_->renewal(); }
   void onView(const GroupView& view) override;
   // Sets the function that is called after a connection was made again: earlier puts to that rank
   // may be lost. It runs on the loop's thread, under a lock that this call takes, too. So the old
   // function is not called any more when this call has returned.
   void watchReconnects(std::function<void(int rank)> watcher);
   void onReconnected(int rank) override;
+  void onSeriesEnd(const SeriesClose& close) override;
   // True if the rank is disconnected, or the job goes on without it. Nothing comes from it any
   // more.
   bool isGone(int rank) const;
@@ -141,6 +170,8 @@ class Group final : public FlushOwner {
   // in mode `raise`, or once hasMismatched.
   uint64_t callsSinceLoss = 0;
   CalledFrom calledFrom = CalledFrom::kProgram;  // the operation that runs
+  // Further operations of the call follow the operation that runs, see CallOfSeveral.
+  bool goesOn = false;
   // An operation has ended as a mismatch, as it did on all ranks. From then on ranks compare numbers
   // of calls and CalledFrom, because later calls may be shifted.
   bool hasMismatched = false;
@@ -153,12 +184,19 @@ class Group final : public FlushOwner {
  private:
   // Data about the members, once they have met.
   struct Meeting;
+  static std::vector<int> jobRanksOf(const GroupOptions& options);
   static Result<std::unique_ptr<Group>> prepare(std::shared_ptr<Engine> engine,
                                                 GroupOptions options);
   Result<Meeting> meet(const Exchange& exchange, Deadline deadline);
   Result<Meeting> meetInJob(MemberExchange::Options place, uint64_t topic, Deadline deadline);
   Bytes describePart() const;
-  Result<Bytes> takePart(ByteReader& in, int rank) const;
+  // A member's parts of our windows.
+  struct Parts {
+    Bytes window;     // empty: it is out of the job
+    Bytes mailboxes;  // empty: no messages
+  };
+  Result<Parts> takePart(ByteReader& in, int rank) const;
+  Error withoutRoom(Error why, size_t arenaBytes) const;
   Status start(Meeting meeting);
   Status beginJob(Deadline deadline);
   Group(GroupOptions options, PartLayout layout, size_t slotBytes, size_t eagerBytes)
@@ -182,12 +220,12 @@ class Group final : public FlushOwner {
   size_t slotBytes_;
   size_t eagerBytes_;
   std::unique_ptr<Window> window_;
+  std::shared_ptr<Window> mailboxes_;
   SpinPolicy spin_;
   RankCores cores_;
   bool isCrowded_ = false;
   bool usesCards_ = false;
   uint64_t topic_ = 0;
-  Interrupt interrupt_;
   std::atomic<bool> failed_{false};
   mutable Mutex failureMutex_;
   Status failure_ GUARDED_BY(failureMutex_);

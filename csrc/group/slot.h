@@ -13,13 +13,13 @@
 
 // A rank's part of a group's window. Every offset of it is in this file.
 //
-//   0      doorbell
+//   0      not used: puts begin behind it (Window::kUserOffset)
 //   64     ended            number of the last operation that this rank has ended
 //   72     core             that this rank runs on (base/rank_cores.h)
 //   128    own slot 0       of operations with an even number; read by the ranks that map this part
 //          own slot 1       of operations with an odd number
 //          inbox slots      [rank][2]: where the ranks that do not map us put theirs
-//          mailboxes        [rank]: for point-to-point messages, which run beside operations
+//          push words       [rank]: announce what that rank pushes in an operation (ep/layout.h)
 //
 //   slot:  0  ready, done, result region | 64  begun, call, payload size, input region | 128
 //   payload
@@ -82,14 +82,12 @@ struct SlotCopy {
 // Offsets in a part. The same on every rank of a group.
 class PartLayout {
  public:
-  PartLayout(int size, size_t payloadBytes, size_t mailboxBytes)
+  PartLayout(int size, size_t payloadBytes, size_t pushBytes)
       : size_(size),
         slotBytes_(roundUp(kSlotHeaderBytes + payloadBytes)),
-        mailboxBytes_(roundUp(mailboxBytes)) {}
+        pushBytes_(roundUp(pushBytes)) {}
 
-  size_t bytes() const {
-    return mailbox(size_) - Window::kUserOffset;
-  }  // of a part, without its doorbell
+  size_t bytes() const { return pushes(size_) - Window::kUserOffset; }  // of a part's usable bytes
 
   size_t ended() const { return Window::kUserOffset; }
   size_t core() const { return ended() + sizeof(uint64_t); }
@@ -97,8 +95,8 @@ class PartLayout {
   size_t inboxSlot(int from, uint64_t number) const {
     return slots() + (2 + 2 * size_t(from) + (number & 1)) * slotBytes_;
   }
-  size_t mailbox(int from) const {
-    return slots() + (2 + 2 * size_t(size_)) * slotBytes_ + size_t(from) * mailboxBytes_;
+  size_t pushes(int from) const {
+    return slots() + (2 + 2 * size_t(size_)) * slotBytes_ + size_t(from) * pushBytes_;
   }
 
  private:
@@ -107,7 +105,7 @@ class PartLayout {
 
   int size_;
   size_t slotBytes_;
-  size_t mailboxBytes_;
+  size_t pushBytes_;
 };
 
 }  // namespace mooncake

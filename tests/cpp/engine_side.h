@@ -78,11 +78,11 @@ inline Result<Handshaken> handshakeNow(Fd socket, const TransportContext& contex
 class Part {
  public:
   Part(Arena& arena, RegionTable& regions, size_t bytes,
-       uint32_t rights = kRemoteRead | kRemoteWrite) {
+       uint32_t rights = kRemoteRead | kRemoteWrite, Doorbell* bell = nullptr) {
     auto block = arena.allocate(bytes);
     EXPECT_TRUE(block.ok());
     block_ = std::move(*block);
-    auto region = regions.add(block_.data(), bytes, rights);
+    auto region = regions.add(block_.data(), bytes, rights, {}, bell);
     EXPECT_TRUE(region.ok());
     region_ = std::move(*region);
     bytes_ = bytes;
@@ -172,8 +172,8 @@ class EngineSide {
   const EngineId& id() const { return context_->id; }
   RegionTable& regions() { return regions_; }
   EventLoop& loop() { return *loop_; }
-  Part part(size_t bytes, uint32_t rights = kRemoteRead | kRemoteWrite) {
-    return Part(*arena_, regions_, bytes, rights);
+  Part part(size_t bytes, uint32_t rights = kRemoteRead | kRemoteWrite, Doorbell* bell = nullptr) {
+    return Part(*arena_, regions_, bytes, rights, bell);
   }
 
   // Returns the last channel that this peer connected; null if none came in time.

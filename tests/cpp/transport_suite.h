@@ -128,6 +128,29 @@ TYPED_TEST_P(TransportSuite, PutWakesASleeper) {
   EXPECT_EQ(result, WaitResult::kReady);
 }
 
+// A region may name a bell elsewhere in the arena. Then the place at its start is no bell.
+TYPED_TEST_P(TransportSuite, PutRingsTheBellThatItsRegionNames) {
+  auto other = this->b.part(4096);
+  auto part = this->b.part(4096, kRemoteRead | kRemoteWrite, &other.bell());
+  auto plain = this->b.part(4096);
+  for (Part* one : {&other, &part, &plain}) one->bell().sleepers = 1;
+  ASSERT_TRUE(this->toB->put({part.remote(), kData, {}, {kWord, stampOf(1)}}).ok());
+  EXPECT_TRUE(eventually([&] { return other.bell().rings == 1; }));
+  ASSERT_TRUE(this->toB->put({plain.remote(), kData, {}, {kWord, stampOf(2)}, part.remote()}).ok());
+  EXPECT_TRUE(eventually([&] { return other.bell().rings == 2; })) << "the word's region counts";
+  ASSERT_TRUE(this->toB->put({plain.remote(), kData, {}, {kWord, stampOf(1)}}).ok());
+  EXPECT_TRUE(eventually([&] { return plain.bell().rings == 1; }));
+  EXPECT_EQ(part.bell().rings, 0u);
+  EXPECT_EQ(other.bell().rings, 2u);
+  // The place of the key serves a region without a bell by now.
+  part.revoke();
+  auto next = this->b.part(4096);
+  next.bell().sleepers = 1;
+  ASSERT_TRUE(this->toB->put({next.remote(), kData, {}, {kWord, stampOf(1)}}).ok());
+  EXPECT_TRUE(eventually([&] { return next.bell().rings == 1; }));
+  EXPECT_EQ(other.bell().rings, 2u);
+}
+
 TYPED_TEST_P(TransportSuite, PutOutsideIsRefusedAndTheChannelLives) {
   auto part = this->b.part(4096);
   auto guard = this->b.part(4096);
@@ -775,9 +798,9 @@ TYPED_TEST_P(TransportSuite, CancelBesideAnEndWaitsForTheEnd) {
 REGISTER_TYPED_TEST_SUITE_P(
     TransportSuite, WriteIsAnnouncedWhenItIsThere, PutsArriveBothWays, PutOfAllSizes,
     PutDataMayBeReusedAtOnce, PutToASealedWordWritesNothing, PutIsAnnouncedInAnotherRegion,
-    PutWakesASleeper, PutOutsideIsRefusedAndTheChannelLives, PutToARevokedRegionWritesNothing,
-    PutsOfManyThreads, MessagesArriveInOrderAmongPutsAndGets, MessagesHaveASize,
-    MessagesComeBeforeTheGoodbye, GetOfAllSizes, ManyGetsBothWaysAtOnce,
+    PutWakesASleeper, PutRingsTheBellThatItsRegionNames, PutOutsideIsRefusedAndTheChannelLives,
+    PutToARevokedRegionWritesNothing, PutsOfManyThreads, MessagesArriveInOrderAmongPutsAndGets,
+    MessagesHaveASize, MessagesComeBeforeTheGoodbye, GetOfAllSizes, ManyGetsBothWaysAtOnce,
     PutsGoThroughWhileGetsAreUnderWay, GetOutsideFails, CancelEndsTheGetsOfOneCompletion,
     CloseEndsGetsAndSaysGoodbye, RegionsCanGoWhileTheyAreRead, WrongKeyIsRefused,
     WrongEngineIsRefused, GarbageEndpointsAreErrors, ShutdownClosesWhatWasAccepted,

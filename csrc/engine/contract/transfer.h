@@ -28,7 +28,7 @@ inline bool tryStamp(std::atomic<uint64_t>& word, uint64_t stamp) {
 
 // The stamp that announces a put. It is written after the data has landed. If canStamp() is already
 // false, the put is late, and neither data nor stamp is written. `offset` is relative to the region
-// and a multiple of 8. Afterwards the doorbell at the start of the region is rung.
+// and a multiple of 8. Afterwards the region's bell is rung (RegionTable::add).
 struct Signal {
   uint64_t offset = 0;
   uint64_t stamp = 0;

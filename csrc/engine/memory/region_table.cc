@@ -48,7 +48,7 @@ RegionTable::~RegionTable() {
 }
 
 Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t rights,
-                                      MemoryOwner owner) {
+                                      MemoryOwner owner, Doorbell* bell) {
   if (owner) rights |= kOfDevice;
   if (owner && (rights & kLasting) != 0 && !owner.accelerator->ordersCardWrites(owner.device))
     rights |= kReadBack;
@@ -58,7 +58,7 @@ Result<MemoryRegion> RegionTable::add(void* address, size_t bytes, uint32_t righ
                  "memory to register must not be null and must not wrap around"};
   }
   return insert({static_cast<std::byte*>(address), bytes}, rights, owner,
-                this->exported(address, bytes, owner));
+                this->exported(address, bytes, owner), bell);
 }
 
 Result<MemoryRegion> RegionTable::addOffered(std::span<std::byte> memory, const MemoryOwner& owner,
@@ -70,7 +70,8 @@ Result<MemoryRegion> RegionTable::addOffered(std::span<std::byte> memory, const 
 
 Result<MemoryRegion> RegionTable::insert(std::span<std::byte> memory, uint32_t rights,
                                          MemoryOwner owner,
-                                         const std::optional<ExportedMemory>& exported) {
+                                         const std::optional<ExportedMemory>& exported,
+                                         Doorbell* bell) {
   if (exported) rights |= kExported;
   Lock lock(mutex_);
   if (freeEntries_.empty()) {
@@ -94,9 +95,11 @@ Result<MemoryRegion> RegionTable::insert(std::span<std::byte> memory, uint32_t r
   entry.bytes = memory.size();
   entry.rights = rights;
   entry.owner = owner;
+  entry.bell = bell;
   if (exported) exports_.load(std::memory_order_relaxed)->write(index, *exported);
   // The fields are written before the word, so a caller of open() sees them.
   entry.word.store(generation << 32, std::memory_order_release);
+  mirrorBell(index);
   mirror(index, generation << 32 | rights);
   lock.unlock();
   const uint64_t key = generation << 32 | (index + 1);
@@ -131,7 +134,7 @@ RegionTable::Use RegionTable::open(uint64_t key, uint64_t offset, uint64_t bytes
   if (offset > entry.bytes || bytes > entry.bytes - offset || (entry.rights & right) != right) {
     return refuse();
   }
-  use.regionStart_ = entry.address;
+  use.bell_ = entry.bell ? entry.bell : reinterpret_cast<Doorbell*>(entry.address);
   use.data_ = entry.address + offset;
   use.isOfProgram_ = (entry.rights & kOfProgram) != 0;
   use.owner_ = entry.owner;
@@ -188,9 +191,12 @@ Result<uint64_t> RegionTable::mirrorIn(Arena& arena) {
   auto block = arena.allocate(sizeof(RegionMirror));  // zeros
   if (!block.ok()) return block.error();
   mirror_ = std::move(*block);
+  arena_ = arena.base();
   for (size_t i = 0; i < made_.load(std::memory_order_relaxed); ++i) {
     const uint64_t word = entry(i).word.load(std::memory_order_relaxed);
-    if (!(word & kClosed)) mirror(i, generationOf(word) << 32 | entry(i).rights);
+    if (word & kClosed) continue;
+    mirrorBell(i);
+    mirror(i, generationOf(word) << 32 | entry(i).rights);
   }
   return mirror_.offset();
 }
@@ -227,6 +233,14 @@ void RegionTable::mirror(size_t entry, uint64_t word) {
   mirror->words_[entry].exchange(word, std::memory_order_seq_cst);
 }
 
+// Before the entry's word, whose exchange publishes it.
+void RegionTable::mirrorBell(size_t entry) {
+  if (!mirror_) return;
+  const auto* bell = reinterpret_cast<const std::byte*>(this->entry(entry).bell);
+  auto* mirror = reinterpret_cast<RegionMirror*>(mirror_.data());
+  mirror->bells_[entry].store(bell ? uint64_t(bell - arena_) : 0, std::memory_order_relaxed);
+}
+
 bool RegionMirror::allows(uint64_t key, uint32_t right) const {
   const uint64_t index = indexOf(key);
   if (index >= words_.size() || generationOf(key) == 0) return false;
@@ -235,6 +249,11 @@ bool RegionMirror::allows(uint64_t key, uint32_t right) const {
   std::atomic_thread_fence(std::memory_order_acquire);
   const uint64_t word = words_[index].load(std::memory_order_acquire);
   return generationOf(word) == generationOf(key) && (word & right) == right;
+}
+
+uint64_t RegionMirror::bellOf(uint64_t key) const {
+  const uint64_t index = indexOf(key);
+  return index < bells_.size() ? bells_[index].load(std::memory_order_relaxed) : 0;
 }
 
 std::optional<size_t> RegionMirror::exportOf(uint64_t key) const {
@@ -246,7 +265,7 @@ RegionTable::Use::Use(Use&& other) noexcept
     : table_(std::exchange(other.table_, nullptr)),
       entry_(other.entry_),
       data_(other.data_),
-      regionStart_(other.regionStart_),
+      bell_(other.bell_),
       isOfProgram_(other.isOfProgram_),
       owner_(other.owner_) {}
 
@@ -256,7 +275,7 @@ RegionTable::Use& RegionTable::Use::operator=(Use&& other) noexcept {
   table_ = std::exchange(other.table_, nullptr);
   entry_ = other.entry_;
   data_ = other.data_;
-  regionStart_ = other.regionStart_;
+  bell_ = other.bell_;
   isOfProgram_ = other.isOfProgram_;
   owner_ = other.owner_;
   return *this;

@@ -95,6 +95,9 @@ class RegionMirror {
   bool allows(uint64_t key, uint32_t right) const;
   // Returns whether a device owns the region's memory, so that its engine must be asked.
   bool isOfDevice(uint64_t key) const { return allows(key, kOfDevice); }
+  // Returns the place in the arena of the bell that a put into the region rings; 0: it is at the
+  // start of the region. Another region's, if the key was revoked meanwhile.
+  uint64_t bellOf(uint64_t key) const;
   // Returns the entry of DeviceExports for the region; nothing if there is none.
   std::optional<size_t> exportOf(uint64_t key) const;
 
@@ -103,6 +106,8 @@ class RegionMirror {
   // One word per entry: generation << 32 | rights; 0: nothing is registered. All zeros mirror an
   // empty table.
   std::array<std::atomic<uint64_t>, kRegionCapacity> words_;
+  // The bell of each entry: its offset in the arena; 0: at the start of the region.
+  std::array<std::atomic<uint64_t>, kRegionCapacity> bells_;
 };
 
 // The owner's side of every remote access. A request names a key and a range. The table says
@@ -116,8 +121,11 @@ class RegionTable {
   RegionTable() = default;
   ~RegionTable();
 
-  // kExhausted: every entry is taken.
-  Result<MemoryRegion> add(void* address, size_t bytes, uint32_t rights, MemoryOwner owner = {});
+  // `bell`: the bell in the arena that puts into the region ring, which lives as long as the
+  // region; null: the region begins with its bell, if puts come to it. kExhausted: every entry is
+  // taken.
+  Result<MemoryRegion> add(void* address, size_t bytes, uint32_t rights, MemoryOwner owner = {},
+                           Doorbell* bell = nullptr);
   // Adds memory of a device that DescriptorOffers offers, for peers to read. Asks no driver. The same
   // error.
   Result<MemoryRegion> addOffered(std::span<std::byte> memory, const MemoryOwner& owner,
@@ -131,7 +139,7 @@ class RegionTable {
     Use& operator=(Use&& other) noexcept;
     ~Use();
     std::byte* data() const { return data_; }
-    std::byte* regionStart() const { return regionStart_; }
+    Doorbell& bell() const { return *bell_; }
     bool isOfProgram() const { return isOfProgram_; }
     const MemoryOwner& owner() const {
       return owner_;
@@ -143,7 +151,7 @@ class RegionTable {
     RegionTable* table_ = nullptr;
     size_t entry_ = 0;
     std::byte* data_ = nullptr;
-    std::byte* regionStart_ = nullptr;
+    Doorbell* bell_ = nullptr;
     bool isOfProgram_ = false;
     MemoryOwner owner_;
   };
@@ -175,6 +183,7 @@ class RegionTable {
     uint64_t bytes = 0;
     uint32_t rights = 0;
     MemoryOwner owner;
+    Doorbell* bell = nullptr;  // see add()
   };
   static constexpr size_t kBlockEntries = 1024;
   using Block = std::array<Entry, kBlockEntries>;
@@ -184,8 +193,10 @@ class RegionTable {
   void revoke(uint64_t key) EXCLUDES(mutex_);
   void release(size_t entry);
   void mirror(size_t entry, uint64_t word) REQUIRES(mutex_);
+  void mirrorBell(size_t entry) REQUIRES(mutex_);
   Result<MemoryRegion> insert(std::span<std::byte> memory, uint32_t rights, MemoryOwner owner,
-                              const std::optional<ExportedMemory>& exported) EXCLUDES(mutex_);
+                              const std::optional<ExportedMemory>& exported,
+                              Doorbell* bell = nullptr) EXCLUDES(mutex_);
   std::optional<ExportedMemory> exported(void* address, size_t bytes, const MemoryOwner& owner);
 
   std::array<std::atomic<Block*>, kCapacity / kBlockEntries> blocks_{};
@@ -199,6 +210,7 @@ class RegionTable {
   Mutex mutex_;      // also held while entries are added and closed
   std::vector<uint32_t> freeEntries_ GUARDED_BY(mutex_);
   ArenaBlock mirror_ GUARDED_BY(mutex_);
+  const std::byte* arena_ GUARDED_BY(mutex_) = nullptr;  // start of the arena of mirror_
   ArenaBlock exported_ GUARDED_BY(mutex_);
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "base/deadline.h"
@@ -13,6 +14,7 @@ namespace mooncake {
 
 // Memory that peers may still touch after its owner is done with it.
 struct RetiredMemory {
+  std::shared_ptr<const void> keeps;  // ends after the region: peers may ring a bell there
   ArenaBlock block;
   MemoryRegion region;  // ends before the block
 };

@@ -23,6 +23,9 @@ ByteView viewOf(const std::string& text) {
   return std::as_bytes(std::span(text.data(), text.size()));
 }
 
+std::string confirmationKey(const std::string& what) { return what + "/confirmed"; }
+std::string latercomersKey(const std::string& what) { return what + "/later"; }
+
 std::string arrivalsKey(const std::string& what) { return what + "/arrived"; }
 
 // Names the ranks that have not come, or returns the store's own error. Asks for the list instead of
@@ -63,7 +66,7 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
   (void)store.append(arrivalsKey(what), ByteWriter().put(static_cast<uint32_t>(rank)).bytes());
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(memberKey(what, r));
-  const std::string confirmation = what + "/confirmed";
+  const std::string confirmation = confirmationKey(what);
   if (rank != 0) keys.push_back(confirmation);
   auto found = store.get(keys, deadline);
   if (!found.ok()) {
@@ -86,6 +89,44 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
                  "what the store holds under this name comes from an earlier attempt"};
   }
   return values;
+}
+
+Result<std::vector<Bytes>> published(Store& store, const std::string& what, int size,
+                                     Deadline deadline) {
+  std::vector<std::string> keys;
+  for (int r = 0; r < size; ++r) keys.push_back(memberKey(what, r));
+  if (size > 1) keys.push_back(confirmationKey(what));
+  for (const std::string& key : keys) {
+    const auto isThere = store.present(key);
+    if (!isThere.ok()) return isThere.error();
+    if (!*isThere)
+      return Error{ErrorCode::kRefused,
+                   "the job of " + std::to_string(size) + " ranks in the store has not begun yet"};
+  }
+  auto found = store.get(keys, deadline);
+  if (!found.ok()) return found.error();
+  std::vector<Bytes> values;
+  const auto later = store.present(latercomersKey(what));
+  if (later.ok() && *later) {
+    const auto list = store.get({latercomersKey(what)}, deadline);
+    if (!list.ok()) return list.error();
+    for (ByteReader in(list->front()); in.left() > 0 && !in.failed();) {
+      const ByteView value = in.getBytes(kMostValue);
+      if (!in.failed()) values.emplace(values.begin(), value.begin(), value.end());
+    }
+  }
+  for (int r = 0; r < size; ++r) {
+    ByteReader in((*found)[size_t(r)]);
+    in.getRaw(sizeof(Nonce));
+    const ByteView value = in.getBytes(kMostValue);
+    MOONCAKE_TRY(in.finish("what rank " + std::to_string(r) + " published"));
+    values.emplace_back(value.begin(), value.end());
+  }
+  return values;
+}
+
+Status publishLater(Store& store, const std::string& what, ByteView value) {
+  return store.append(latercomersKey(what), ByteWriter().putBytes(value).bytes());
 }
 
 Error tellFailure(Store& store, int rank, Error own) {

@@ -14,6 +14,14 @@ namespace mooncake {
 Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int rank, int size,
                                     ByteView mine, Deadline deadline);
 
+// The values that the members of an exchange have published, in rank order, for a process that comes
+// later. kRefused: the exchange has not ended. Values of later processes follow them, the last one
+// first.
+Result<std::vector<Bytes>> published(Store& store, const std::string& what, int size,
+                                     Deadline deadline);
+// Adds the value of a later process.
+Status publishLater(Store& store, const std::string& what, ByteView value);
+
 // Called by a member that could not make its group. Tells the other members, which otherwise see
 // only that it is gone. Returns `own`, extended by the first member's report if `own` may be only a
 // consequence.

@@ -32,35 +32,61 @@ Bytes bytesOf(const std::string& text) {
 
 }  // namespace
 
-Generation::Generation(Store& store, int rank, std::string prefix, Bytes announcement, Bytes jobKey)
+Generation::Generation(Store& store, int rank, std::string id, Bytes announcement, Bytes jobKey)
     : store_(store),
       rank_(rank),
-      prefix_(std::move(prefix)),
+      id_(std::move(id)),
+      prefix_("mooncake/" + id_ + "/"),
       announcement_(std::move(announcement)),
       jobKey_(std::move(jobKey)) {}
+
+Result<Bytes> Generation::announcementIn(Store& store, Deadline deadline) {
+  auto found = store.get({kAnnouncement}, deadline);
+  if (!found.ok()) return found.error();
+  return std::move(found->front());
+}
 
 Result<std::unique_ptr<Generation>> Generation::join(Store& store, int rank,
                                                      const std::optional<std::string>& ownKey,
                                                      Deadline deadline) {
-  Bytes announcement;
   if (rank == 0) {
-    announcement = ByteWriter()
-                       .put(kVersion)
-                       .putString(Crypto::randomHex(kIdBytes))
-                       .put(ownKey.has_value())
-                       .putBytes(ownKey ? Bytes() : bytesOf(Crypto::randomHex(kJobKeyBytes)))
-                       .take();
+    Bytes announcement = ByteWriter()
+                             .put(kVersion)
+                             .putString(Crypto::randomHex(kIdBytes))
+                             .put(ownKey.has_value())
+                             .putBytes(ownKey ? Bytes() : bytesOf(Crypto::randomHex(kJobKeyBytes)))
+                             .take();
     MOONCAKE_TRY(store.set(kAnnouncement, announcement));
-  } else {
-    auto found = store.get({kAnnouncement}, deadline);
-    if (!found.ok() && found.error().code == ErrorCode::kTimeout) {
-      return Error{ErrorCode::kTimeout,
-                   "rank 0, with which a job begins, did not come to make the group in time (is it "
-                   "alive?)"};
-    }
-    if (!found.ok()) return found.error();
-    announcement = std::move(found->front());
+    return open(store, rank, std::move(announcement), ownKey);
   }
+  auto found = announcementIn(store, deadline);
+  if (!found.ok() && found.error().code == ErrorCode::kTimeout) {
+    return Error{ErrorCode::kTimeout,
+                 "rank 0, with which a job begins, did not come to make the group in time (is it "
+                 "alive?)"};
+  }
+  if (!found.ok()) return found.error();
+  return open(store, rank, std::move(*found), ownKey);
+}
+
+Result<std::unique_ptr<Generation>> Generation::find(Store& store, int rank,
+                                                     const std::optional<std::string>& ownKey,
+                                                     Deadline deadline) {
+  const auto isThere = store.present(kAnnouncement);
+  if (!isThere.ok()) return isThere.error();
+  if (!*isThere) {
+    return Error{ErrorCode::kRefused,
+                 "rank " + std::to_string(rank) +
+                     " is to join a running job (is_extension, or MOONCAKE_REJOIN), but no job has "
+                     "begun over this store: start the job's ranks without it"};
+  }
+  auto found = announcementIn(store, deadline);
+  if (!found.ok()) return found.error();
+  return open(store, rank, std::move(*found), ownKey);
+}
+
+Result<std::unique_ptr<Generation>> Generation::open(Store& store, int rank, Bytes announcement,
+                                                     const std::optional<std::string>& ownKey) {
   ByteReader in(announcement);
   const auto version = in.get<uint32_t>();
   if (!in.failed() && version != kVersion) {
@@ -71,7 +97,7 @@ Result<std::unique_ptr<Generation>> Generation::join(Store& store, int rank,
                      ": install the same mooncake-backend everywhere (what the store holds may "
                      "also come from an earlier attempt)"};
   }
-  const std::string id = in.getString(kMostId);
+  std::string id = in.getString(kMostId);
   const bool hasOwnKey = in.get<bool>();
   const ByteView key = in.getBytes(kMostKey);
   MOONCAKE_TRY(in.finish("announcement of rank 0"));
@@ -82,7 +108,7 @@ Result<std::unique_ptr<Generation>> Generation::join(Store& store, int rank,
   }
   Bytes jobKey = ownKey ? bytesOf(*ownKey) : Bytes(key.begin(), key.end());
   return std::unique_ptr<Generation>(
-      new Generation(store, rank, "mooncake/" + id + "/", announcement, std::move(jobKey)));
+      new Generation(store, rank, std::move(id), std::move(announcement), std::move(jobKey)));
 }
 
 bool Generation::hasSuccessor() {

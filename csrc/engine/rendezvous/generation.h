@@ -25,6 +25,13 @@ class Generation final : public Store {
                                                   const std::optional<std::string>& ownKey,
                                                   Deadline deadline);
 
+  // For a process that joins a job in place of one of its ranks, also of rank 0: finds the generation
+  // that is there.
+  static Result<std::unique_ptr<Generation>> find(Store& store, int rank,
+                                                  const std::optional<std::string>& ownKey,
+                                                  Deadline deadline);
+
+  const std::string& id() const { return id_; }  // never used again
   const Bytes& jobKey() const { return jobKey_; }
   // Returns whether rank 0 has begun another attempt since, which this rank has to join.
   bool hasSuccessor();
@@ -39,11 +46,15 @@ class Generation final : public Store {
   Result<bool> present(const std::string& key) override;
 
  private:
-  Generation(Store& store, int rank, std::string prefix, Bytes announcement, Bytes jobKey);
+  static Result<Bytes> announcementIn(Store& store, Deadline deadline);
+  static Result<std::unique_ptr<Generation>> open(Store& store, int rank, Bytes announcement,
+                                                  const std::optional<std::string>& ownKey);
+  Generation(Store& store, int rank, std::string id, Bytes announcement, Bytes jobKey);
   std::string keyOf(const std::string& key) const { return prefix_ + key; }
 
   Store& store_;
   const int rank_;
+  const std::string id_;
   const std::string prefix_;
   const Bytes announcement_;  // as rank 0 published it
   const Bytes jobKey_;

@@ -20,7 +20,7 @@ namespace {
 //   u64 exports' offset, or 0  u64 life word's offset  u64 fence word's offset  u8 greeting[48]
 // No room: no descriptor, and zeros after the version.
 constexpr uint32_t kMark = 0x464f434d;  // "MCOF"
-constexpr uint32_t kVersion = 7;
+constexpr uint32_t kVersion = 8;
 constexpr size_t kOfferBytes = 4 + 4 + 8 + 8 + 8 + 8 + 8 + 8 + sizeof(Greeting);
 
 template <typename T>

@@ -100,7 +100,7 @@ Status LocalChannel::put(const PutRequest& request) {
     std::memcpy(data + request.offset, request.data.data(), request.data.size());
   }
   if (isShutOut()) return shutOut;
-  if (tryStamp(word, signal.stamp)) reinterpret_cast<Doorbell*>(part)->ring();
+  if (tryStamp(word, signal.stamp)) bellOf(announced, part).ring();
   return {};
 }
 
@@ -498,6 +498,13 @@ bool LocalChannel::isOfDevice(const RemoteRegion& region) const {
 
 const RegionMirror& LocalChannel::mirror() const {
   return *reinterpret_cast<const RegionMirror*>(peer_.arena->base() + peer_.mirror);
+}
+
+Doorbell& LocalChannel::bellOf(const RemoteRegion& region, std::byte* start) const {
+  const uint64_t offset = mirror().bellOf(region.key);
+  const bool isThere = offset % alignof(Doorbell) == 0 &&
+                       isInside(offset, sizeof(Doorbell), peer_.arena->capacity());
+  return *reinterpret_cast<Doorbell*>(offset && isThere ? peer_.arena->base() + offset : start);
 }
 
 // Returns the start of the region in the mapping; null: it does not lie in the arena.

@@ -72,6 +72,7 @@ class LocalChannel final : public Channel, public std::enable_shared_from_this<L
   ErrorCode permission(uint64_t key, uint32_t right) const;
   bool isOfDevice(const RemoteRegion& region) const;
   const RegionMirror& mirror() const;
+  Doorbell& bellOf(const RemoteRegion& region, std::byte* start) const;
   std::byte* mapped(const RemoteRegion& region) const;
   ErrorCode readHere(const GetRequest& request, const DirectTransfers::Running& running);
   ErrorCode mayReadHere(const GetRequest& request) const;

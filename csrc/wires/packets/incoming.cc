@@ -66,8 +66,7 @@ bool Incoming::place(const Packet& piece, ByteView data) {
   if (put.arrived < piece.length) return false;
   if (!put.isDropped) {
     const auto use = openWord(regions_, piece);
-    if (use && tryStamp(wordAt(use), piece.signal.stamp))
-      reinterpret_cast<Doorbell*>(use.regionStart())->ring();
+    if (use && tryStamp(wordAt(use), piece.signal.stamp)) use.bell().ring();
   }
   puts_.erase(piece.number);
   return true;

@@ -260,8 +260,7 @@ Status FrameReceiver::endFrame() {
         refuse("put");
         return {};
       }
-      if (tryStamp(wordAt(use.data()), frame_.stamp))
-        reinterpret_cast<Doorbell*>(use.regionStart())->ring();
+      if (tryStamp(wordAt(use.data()), frame_.stamp)) use.bell().ring();
       return {};
     }
     case wire::Kind::kGet:

@@ -926,7 +926,7 @@ void runRank(const Case& c, int rank, CaseMemory& memory) {
                               .rank = rank,
                               .size = c.size,
                               .env = {.eagerBytes = kEager},
-                              .mailboxBytes = ep::kMailboxBytes,
+                              .pushBytes = ep::kPushBytes,
                               .raises = c.raises},
                              Deadline::after(kToMeet));
   if (!group.ok()) {

@@ -36,7 +36,7 @@ TEST_F(RegionTableTest, OpensWhatIsInside) {
   const auto use = table_.open(remote.key, 16, 32, kRemoteRead);
   ASSERT_TRUE(use);
   EXPECT_EQ(use.data(), memory_.data() + 16);
-  EXPECT_EQ(use.regionStart(), memory_.data());
+  EXPECT_EQ(static_cast<void*>(&use.bell()), memory_.data());
   EXPECT_TRUE(table_.open(remote.key, 0, 256, kRemoteRead));
   EXPECT_TRUE(table_.open(remote.key, 256, 0, kRemoteRead));
   EXPECT_EQ(table_.refusals(), 0u);
