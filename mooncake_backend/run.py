@@ -10,20 +10,24 @@ import socket
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch.distributed.argparse_util import env
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import get_args_parser, run
 
 from mooncake_backend.launcher import torch_parts
 from mooncake_backend.launcher.agent import ContinuingAgent, RestartingAgent
+from mooncake_backend.launcher.budget import Budget
 from mooncake_backend.launcher.endings import Journal
+from mooncake_backend.launcher.replacing import ReplacingAgent
 
 PROGRAM = "mooncake-run"
-AGENTS = {"continue": ContinuingAgent, "restart": RestartingAgent}
+REACTIONS = ("continue", "restart", "replace")
+MAX_REPLACEMENTS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.standalone and given.local_addr is None and not _has_a_name():
         given.local_addr = "127.0.0.1"
     journal = Journal()
-    torch_parts.set_agent(partial(AGENTS[given.on_death], journal))
+    torch_parts.set_agent(_agent(given, journal))
     try:
         record(run)(given)
         return 0
@@ -68,19 +72,45 @@ def _parser() -> ArgumentParser:
         metavar="{continue,restart,replace}",
         help="Reaction to a rank's death. continue: the other ranks go on, and the job succeeds if "
         "they do. restart: as torchrun, ends all ranks and starts them again, up to "
-        "--max-restarts times. replace: a new process takes the rank's place; not available yet, "
-        "it comes with rejoining.",
+        "--max-restarts times. replace: as continue, and the launcher of the rank's host starts a "
+        "new process for it.",
+    )
+    parser.add_argument(
+        "--max-replacements",
+        "--max_replacements",
+        action=env,
+        type=int,
+        default=None,
+        metavar="N",
+        help="With --on-death replace: most replacements of one rank in ten minutes. A rank that "
+        f"dies once more stays dead. {MAX_REPLACEMENTS} if not given.",
     )
     return parser
 
 
+def _agent(given: Namespace, journal: Journal) -> Callable[..., LocalElasticAgent]:
+    if given.on_death == "restart":
+        return partial(RestartingAgent, journal)
+    if given.on_death == "continue":
+        return partial(ContinuingAgent, journal)
+    limit = given.max_replacements
+    return partial(
+        ReplacingAgent, journal, budget=Budget(MAX_REPLACEMENTS if limit is None else limit)
+    )
+
+
 def _wrong(given: Namespace) -> str | None:
-    if given.on_death == "replace":
-        return "--on-death replace is not available yet: it comes with rejoining"
-    if given.on_death not in AGENTS:
-        return f"--on-death must be continue or restart, not {given.on_death!r}"
-    if given.on_death == "continue" and given.max_restarts:
-        return "--max-restarts is for --on-death restart: continue starts no rank again"
+    if given.on_death not in REACTIONS:
+        return f"--on-death must be continue, restart or replace, not {given.on_death!r}"
+    if given.on_death != "restart" and given.max_restarts:
+        return (
+            f"--max-restarts is for --on-death restart: {given.on_death} does not start the ranks "
+            "again"
+        )
+    if given.on_death != "replace" and given.max_replacements is not None:
+        return "--max-replacements is for --on-death replace"
+    if given.max_replacements is not None and given.max_replacements < 0:
+        return f"--max-replacements must be 0 or more, not {given.max_replacements}"
     try:
         tempfile.gettempdir()
     except OSError as error:

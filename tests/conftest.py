@@ -16,6 +16,7 @@ import ep_crew
 import fake_device
 import harness
 import hosts
+import launchers
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -71,6 +72,7 @@ LONGER = [
     "partitions",
     "peer_hosts",
     "peer_verbs",
+    "replacing",
     "restarts",
     "seen_losses",
     "transfer_bench",
@@ -245,3 +247,10 @@ def _children() -> set[int]:
         with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
             found |= {int(word) for word in (task / "children").read_text().split()}
     return found
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[launchers.Site]:
+    site = launchers.Site(tmp_path)
+    yield site
+    assert not site.close(), "ranks were left"

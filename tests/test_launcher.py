@@ -2,182 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import os
 import re
 import signal
 import socket
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import harness
-import hosts
 import pytest
 import torch.distributed as dist
+from launchers import Site, needs_hosts, start_on
 
 from mooncake_backend import run
 from mooncake_backend.launcher import notices, waits
 from mooncake_backend.launcher.endings import Ending, failures, table
-
-needs_hosts = pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
-
-# Every rank says who it is, then does what the test has written.
-RANK = """
-import json, os, signal, sys, time
-
-FOLDER, RANK = sys.argv[1], int(os.environ["RANK"])
-ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-def say(name, value):
-    with open(f"{FOLDER}/.{name}-{RANK}", "w") as file:
-        json.dump(value, file)
-    os.rename(f"{FOLDER}/.{name}-{RANK}", f"{FOLDER}/{name}-{RANK}")
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-def heard(name, rank):
-    path = f"{FOLDER}/{name}-{rank}"
-    until(lambda: os.path.exists(path))
-    with open(path) as file:
-        return json.load(file)
-
-def until_seen_dead(rank):
-    # Its launcher has asked for its exit code, and so knows of its end.
-    pid = heard("pid", rank)
-    until(lambda: not os.path.exists(f"/proc/{pid}"))
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-say("pid", os.getpid())
-"""
-
-
-@dataclass
-class Launcher:
-    """mooncake-run as a process, forked from one that has imported torch."""
-
-    folder: Path
-    process: Any
-    log: Path = field(init=False)
-
-    def wait(self) -> tuple[int, str]:
-        """Its exit code and all that it and its ranks wrote."""
-        self.process.join(harness.DEADLINE)
-        assert self.process.exitcode is not None, self.output()
-        return self.process.exitcode, self.output()
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace") if self.log.exists() else ""
-
-
-@dataclass
-class Site:
-    """Where a test starts launchers. Nothing of what it started outlives it."""
-
-    folder: Path
-    launchers: list[Launcher] = field(default_factory=list)
-
-    def start(
-        self,
-        script: str,
-        *flags: str,
-        ranks: int = 2,
-        env: dict[str, str] | None = None,
-        namespace: str | None = None,
-        main: Callable[[Sequence[str]], int] = run.main,
-    ) -> Launcher:
-        path = self.folder / "rank.py"
-        path.write_text(RANK + script)
-        # On one host with a port that the kernel chooses; other jobs run here, too.
-        where = [] if "--nnodes" in flags else ["--standalone"]
-        arguments = [*where, "--nproc-per-node", str(ranks), *flags, str(path), str(self.folder)]
-        launcher = Launcher(self.folder, None)
-        launcher.log = self.folder / f"launcher-{len(self.launchers)}.log"
-        harness._start_server()
-        launcher.process = harness._processes.Process(
-            target=_launch,
-            args=(main, arguments, dict(env or {}), namespace, launcher.log),
-        )
-        launcher.process.start()
-        self.launchers.append(launcher)
-        return launcher
-
-    def run(self, script: str, *flags: str, **named: Any) -> tuple[int, str]:
-        return self.start(script, *flags, **named).wait()
-
-    def heard(self, name: str, rank: int) -> Any:
-        path = self.folder / f"{name}-{rank}"
-        harness.until(path.exists, f"{path}")
-        return json.loads(path.read_text())
-
-    def say(self, name: str, value: Any) -> None:
-        """To all ranks: heard(name, "all") returns the value. A rank never reads half of it."""
-        beside = self.folder / f".{name}-all"
-        beside.write_text(json.dumps(value))
-        beside.rename(self.folder / f"{name}-all")
-
-    def pids(self) -> list[int]:
-        return [json.loads(path.read_text()) for path in self.folder.glob("pid-*")]
-
-    def close(self) -> list[int]:
-        """Ends what is left; returns the ranks' processes among that."""
-        for launcher in self.launchers:
-            launcher.process.kill()
-            launcher.process.join(harness.DEADLINE)
-        left = [pid for pid in self.pids() if _runs(pid)]
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for pid in left:
-            harness.until(lambda pid=pid: not _runs(pid), f"the end of {pid}")
-        return left
-
-
-def _runs(pid: int) -> bool:
-    """Not one that has ended, whose parent died before it and which nobody has reaped yet."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    assert not site.close(), "ranks were left"
-
-
-def _launch(
-    main: Callable[[Sequence[str]], Any],
-    arguments: Sequence[str],
-    env: dict[str, str],
-    namespace: str | None,
-    log: Path,
-) -> None:
-    harness._libc.prctl(harness._PR_SET_PDEATHSIG, signal.SIGKILL)
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    if namespace is not None:
-        harness.enter_namespace(namespace)
-    for name in [name for name in os.environ if name.startswith(("MOONCAKE_", "PET_", "TORCH"))]:
-        del os.environ[name]
-    os.environ.update({"OMP_NUM_THREADS": "1", **env})
-    sys.exit(main(list(arguments)))
-
 
 # ---- survivors
 
@@ -463,10 +306,17 @@ sys.exit(3)
 
 def test_a_file_of_waits_that_somebody_else_wrote_ends_nothing(tmp_path: Path):
     error_file = tmp_path / "error.json"
-    assert waits.read(str(error_file)) == {}
+    noted = waits.Waits(str(error_file))
+    noted.read(1.0)
+    assert noted.all() == []
     waits.ask(str(error_file))
-    (tmp_path / waits.NAME).write_bytes(b"2 15000\n\xff\n-1 3\n2 40000\n0 1\n3 99")
-    assert waits.read(str(error_file)) == {0: 1e-6, 2: 0.04}
+    with (tmp_path / waits.NAME).open("ab", buffering=0) as file:
+        file.write(b"2 15000\n\xff\n-1 3\n2 40000\n0 1\n3 99")
+        noted.read(2.0)
+        assert noted.all() == [(0, 1e-6, 2.0), (2, 0.04, 2.0)]
+        file.write(b"000\n2 10000\n")  # the line that was not whole yet, and one more
+        noted.read(3.0)
+    assert noted.all() == [(0, 1e-6, 2.0), (2, 0.04, 2.0), (2, 0.01, 3.0), (3, 0.099, 3.0)]
 
 
 # ---- exit codes
@@ -527,7 +377,8 @@ def test_the_longest_wait_of_the_others_stands_in_the_table():
     def ending(
         rank: int, code: int, waits: Sequence[tuple[int, float]], attempt: int = 0
     ) -> Ending:
-        return Ending(rank, "host", attempt, code, 0.0, 5.0 + rank, waits=waits)
+        seen = [(lost, wait, 5.0) for lost, wait in waits]
+        return Ending(rank, "host", attempt, code, 0.0, 5.0 + rank, waits=seen)
 
     endings = [
         ending(0, -9, []),
@@ -547,9 +398,11 @@ def test_the_longest_wait_of_the_others_stands_in_the_table():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--on-death", "replace"], "it comes with rejoining"),
-        (["--on-death", "resurrect"], "must be continue or restart, not 'resurrect'"),
+        (["--on-death", "resurrect"], "must be continue, restart or replace, not 'resurrect'"),
         (["--max-restarts", "2"], "--max-restarts is for --on-death restart"),
+        (["--on-death", "replace", "--max-restarts", "2"], "is for --on-death restart"),
+        (["--max-replacements", "2"], "--max-replacements is for --on-death replace"),
+        (["--on-death", "replace", "--max-replacements", "-1"], "must be 0 or more, not -1"),
     ],
 )
 def test_flags_without_a_meaning_are_refused(flags, says, capsys):
@@ -699,20 +552,6 @@ def test_ranks_that_ignore_the_signal_are_killed(site: Site):
 
 
 # ---- several hosts
-
-
-def start_on(site: Site, two: hosts.Hosts, node: int, script: str, ranks: int, how: str = "c10d"):
-    first = two[0].v4[0]
-    flags = ["--nnodes", "2", "--local-addr", two[node].v4[0]]
-    if how == "c10d":
-        flags += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29400"]
-        flags += [
-            "--rdzv-conf",
-            f"is_host={1 - node},keep_alive_interval=1,keep_alive_max_attempt=5",
-        ]
-    else:
-        flags += ["--node-rank", str(node), "--master-addr", first, "--master-port", "29400"]
-    return site.start(script, *flags, ranks=ranks, namespace=two[node].namespace)
 
 
 @needs_hosts

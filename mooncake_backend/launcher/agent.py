@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import (
@@ -17,14 +19,33 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from mooncake_backend.launcher import torch_parts, waits
-from mooncake_backend.launcher.endings import Ending, Journal, failures
+from mooncake_backend.launcher.endings import Ending, Journal, failures, last_incarnations
 from mooncake_backend.launcher.nodes import Nodes
 from mooncake_backend.launcher.notices import Notices
 from mooncake_backend.launcher.rendezvous import FixedRendezvous
+from mooncake_backend.launcher.waits import Waits
 
 log = logging.getLogger(__name__)
 
 MESSAGE = 100  # most characters of an error message in the table
+
+
+@dataclass
+class Process:
+    """A process of a rank, until its end is seen.
+
+    incarnation: 0 for the rank's first process, 1 for its first replacement
+    started: on the clock of RestartingAgent.now()
+    waits: the lines that this rank has written
+    stopped: the launcher has ended it
+    """
+
+    rank: int
+    incarnation: int
+    started: float
+    error_file: str
+    waits: Waits
+    stopped: bool = False
 
 
 class RestartingAgent(LocalElasticAgent):
@@ -38,8 +59,9 @@ class RestartingAgent(LocalElasticAgent):
         self.attempt = -1
         self.started = 0.0  # wall clock
         self.began = 0.0  # the same moment on the monotonic clock
-        self.failed: dict[int, ProcessFailure] = {}  # in this attempt, by rank
-        self.running: dict[int, int] = {}  # in this attempt, local rank -> rank
+        # In this attempt, by rank and incarnation.
+        self.failed: dict[tuple[int, int], ProcessFailure] = {}
+        self.running: dict[int, Process] = {}  # in this attempt, by local rank
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.running = {}
@@ -48,11 +70,23 @@ class RestartingAgent(LocalElasticAgent):
         self.node = worker_group.group_rank or 0
         self.started, self.began = time.time(), time.monotonic()
         pids: dict[int, Any] = super()._start_workers(worker_group)
-        # This runs long before a rank can be held up by the loss of another one.
-        for path in torch_parts.error_files(self).values():
-            waits.ask(str(path))
-        self.running = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        files = torch_parts.error_files(self)
+        for worker in worker_group.workers:
+            file = files.get(worker.local_rank, "")
+            self.add(worker.local_rank, worker.global_rank, 0, file)
         return pids
+
+    def add(self, local_rank: int, rank: int, incarnation: int, error_file: str) -> None:
+        """Notes a process that has just been started."""
+        # This runs long before the rank can be held up by the loss of another one.
+        waits.ask(error_file)
+        self.running[local_rank] = Process(
+            rank, incarnation, self.now(), error_file, Waits(error_file)
+        )
+
+    def now(self) -> float:
+        """Seconds since the epoch, by a clock that is never set."""
+        return self.started + time.monotonic() - self.began
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.look()
@@ -72,43 +106,49 @@ class RestartingAgent(LocalElasticAgent):
     def look(self, stopped: bool = False, except_for: int | None = None) -> list[Ending]:
         """Records the processes that have ended since the last look. `stopped`: the launcher ended
         them, except for the local rank `except_for`."""
-        moment = self.started + time.monotonic() - self.began
         found = []
-        for local_rank, process in torch_parts.processes(self).items():
-            code = process.poll()
-            if code is None or local_rank not in self.running:
+        for local_rank, process in list(self.running.items()):
+            code = self.code(local_rank)
+            if code is None:
                 continue
-            rank = self.running.pop(local_rank)
+            del self.running[local_rank]
+            moment = self.now()
             message = ""
             if code != 0:
-                self.failed[rank] = self._failure(local_rank, process.pid, code)
-                message = first_line(self.failed[rank])
+                failure = self._failure(local_rank, process, code)
+                self.failed[process.rank, process.incarnation] = failure
+                message = first_line(failure)
+            process.waits.read(moment)
             ending = Ending(
-                rank,
+                process.rank,
                 self.host,
                 self.attempt,
                 code,
-                self.started,
+                process.started,
                 moment,
                 message,
-                stopped=stopped and local_rank != except_for and code != 0,
-                waits=sorted(waits.read(self._error_file(local_rank)).items()),
+                stopped=(stopped or process.stopped) and local_rank != except_for and code != 0,
+                waits=process.waits.all(),
                 node=self.node,
+                incarnation=process.incarnation,
             )
             self.journal.endings.append(ending)
             found.append(ending)
         return found
 
-    def _failure(self, local_rank: int, pid: int, code: int) -> ProcessFailure:
-        path = self._error_file(local_rank)
-        try:
-            return ProcessFailure(local_rank, pid, code, path)
-        except Exception as error:  # the process died while it wrote the file
-            log.warning("mooncake-run: the error file %s cannot be read: %r", path, error)
-            return ProcessFailure(local_rank, pid, code, "")
+    def code(self, local_rank: int) -> int | None:
+        """The exit code of a process, or None if it runs."""
+        return torch_parts.processes(self)[local_rank].poll()
 
-    def _error_file(self, local_rank: int) -> str:
-        return str(torch_parts.error_files(self).get(local_rank, ""))
+    def _failure(self, local_rank: int, process: Process, code: int) -> ProcessFailure:
+        pid = torch_parts.processes(self)[local_rank].pid
+        try:
+            return ProcessFailure(local_rank, pid, code, process.error_file)
+        except Exception as error:  # the process died while it wrote the file
+            log.warning(
+                "mooncake-run: the error file %s cannot be read: %r", process.error_file, error
+            )
+            return ProcessFailure(local_rank, pid, code, "")
 
 
 class ContinuingAgent(RestartingAgent):
@@ -143,18 +183,27 @@ class ContinuingAgent(RestartingAgent):
                 worker_group.group_world_size,
                 host,
                 port,
-                [str(path) for path in torch_parts.error_files(self).values()],
+                torch_parts.error_files(self).values(),
             )
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        assert self.nodes is not None
         for ending in self.look():
             if not ending.finished:
                 alive = f"{len(self.running)} ranks of this host go on"
                 log.warning("mooncake-run: rank %d: %s; %s", ending.rank, ending.how(), alive)
-                if self.notices is not None:
-                    self.notices.died(ending.rank, ending.how())
+                self.tell_ranks(ending)
+        return self.meet()
+
+    def tell_ranks(self, ending: Ending) -> None:
+        """Tells ranks that wait for the beginning of the job that this one will not come."""
+        if self.notices is not None:
+            self.notices.died(ending.rank, ending.how())
+
+    def meet(self) -> RunResult:
+        """The result, once all ranks of this node have ended and the other nodes do not need this
+        one any more."""
+        assert self.nodes is not None
         if self.running:
             return RunResult(state=WorkerState.HEALTHY)
         # Other nodes may need our store, and must learn how our ranks ended.
@@ -169,18 +218,20 @@ class ContinuingAgent(RestartingAgent):
     def _result(self) -> RunResult:
         """The result of this node's ranks. A death is a failure only if all ranks of the job
         died."""
-        everybody = [*self.journal.endings, *self.journal.others]
-        ours = {ending.rank for ending in self.journal.endings}
-        failed = {ending.rank for ending in failures(everybody)} & ours
+        ours = self.journal.endings
+        failed = [ending for ending in failures([*ours, *self.journal.others]) if ending in ours]
         if failed:
-            return RunResult(
-                state=WorkerState.FAILED, failures={rank: self.failed[rank] for rank in failed}
-            )
+            return RunResult(state=WorkerState.FAILED, failures=self._failures(failed))
         return RunResult(
             state=WorkerState.SUCCEEDED,
-            return_values=dict.fromkeys(ours - self.failed.keys()),
-            failures=self.failed,
+            return_values={ending.rank: None for ending in ours if ending.finished},
+            failures=self._failures(
+                ending for ending in last_incarnations(ours) if not ending.finished
+            ),
         )
+
+    def _failures(self, endings: Iterable[Ending]) -> dict[int, ProcessFailure]:
+        return {ending.rank: self.failed[ending.rank, ending.incarnation] for ending in endings}
 
     def _exit_barrier(self) -> None:
         """Does nothing: the nodes have met already in Nodes.meet()."""

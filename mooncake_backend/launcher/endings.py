@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from mooncake_backend.ranks import list_ranks
 
 TITLE = "mooncake-run"
+# Seconds after its start before which a replacement cannot be in the job: it has to import torch.
+JOINING = 0.5
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,10 @@ class Ending:
     the same node
     message: the first line of its error file
     stopped: the launcher ended it
-    waits: pairs of a rank that it lost, and the longest time in seconds that this loss held up a
-    call
+    waits: a rank that it lost, the longest time in seconds that this loss held up a call, and the
+    time at which the launcher learned of it, as Waits.all() returns them
     node: number of the launcher that saw the end
+    incarnation: 0 for the rank's first process, 1 for its first replacement
     """
 
     rank: int
@@ -37,10 +40,16 @@ class Ending:
     stopped: bool = False
     waits: Sequence[Sequence[float]] = ()
     node: int = 0
+    incarnation: int = 0
 
     @property
     def finished(self) -> bool:
         return self.code == 0
+
+    @property
+    def name(self) -> str:
+        """The rank; "2.1" for the first replacement of rank 2."""
+        return f"{self.rank}.{self.incarnation}" if self.incarnation else str(self.rank)
 
     def how(self) -> str:
         if self.finished:
@@ -54,18 +63,31 @@ class Ending:
 
 
 def failures(endings: Iterable[Ending]) -> list[Ending]:
-    """The endings that make the job fail: all of them if no rank finished, else none. If some rank
-    finished, each death beside it is a loss, which the job was started to survive. Times of ends
-    decide nothing: launchers see ends late, and the clocks of hosts differ."""
+    """The endings that make the job fail: none if some rank finished, else the last one of each
+    rank. If some rank finished, each death beside it is a loss, which the job was started to
+    survive. An incarnation that was replaced is a loss in any case. If the launcher ended the
+    replacement, which came too late, its predecessor's end counts. Times of ends decide nothing:
+    launchers see ends late, and the clocks of hosts differ."""
     endings = list(endings)
     if any(ending.finished for ending in endings):
         return []
-    return endings
+    return last_incarnations(
+        ending for ending in endings if not (ending.stopped and ending.incarnation)
+    )
+
+
+def last_incarnations(endings: Iterable[Ending]) -> list[Ending]:
+    """The ending of each rank's last incarnation."""
+    last: dict[int, Ending] = {}
+    for ending in sorted(endings, key=lambda ending: ending.incarnation):
+        last[ending.rank] = ending
+    return list(last.values())
 
 
 def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
-    """A table of the ranks that died, when and how, how long the other ranks waited, and which
-    ranks finished. `unknown`: lines about ranks whose launcher has gone."""
+    """A table of the processes that died, when and how, how soon they were replaced, how long the
+    other ranks waited, and which ranks finished. `unknown`: lines about ranks whose launcher has
+    gone."""
     last = max((ending.attempt for ending in endings), default=0)
     headline = _headline([ending for ending in endings if ending.attempt == last])
     if last:
@@ -86,22 +108,35 @@ def table(endings: Sequence[Ending], unknown: Sequence[str] = ()) -> str:
 
 
 def _headline(endings: Sequence[Ending]) -> str:
-    finished = sum(ending.finished for ending in endings)
-    text = f"{finished} of {len(endings)} ranks finished"
-    if finished and finished < len(endings):
-        text += f", {len(endings) - finished} died and the others went on"
+    ranks = last_incarnations(endings)
+    finished = sum(ending.finished for ending in ranks)
+    text = f"{finished} of {len(ranks)} ranks finished"
+    if finished and finished < len(ranks):
+        text += f", {len(ranks) - finished} died and the others went on"
+    if replacements := len(endings) - len(ranks):
+        text += f", {replacements} replacement" + ("s were" if replacements > 1 else " was")
+        text += " started"
     return text
 
 
 def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...]:
-    others = [other for other in endings if other.attempt == ending.attempt]
+    alike = [other for other in endings if other.attempt == ending.attempt]
+    others = [other for other in alike if other.rank != ending.rank]
+    next_ = next((other for other in alike if _replaces(other, ending)), None)
     outlived = [
         other.ended - ending.ended
         for other in others
         if other.finished and other.node == ending.node and other.ended >= ending.ended
     ]
-    waits = [wait for other in others for rank, wait in other.waits if rank == ending.rank]
+    waits = [
+        wait
+        for other in others
+        for rank, wait, when in other.waits
+        if rank == ending.rank and _was_lost(ending, next_, when)
+    ]
     said = []
+    if next_ is not None:
+        said.append(f"replaced after {_duration(max(0.0, next_.started - ending.ended))}")
     if outlived or waits:
         said.append("went on" + (f" after {_duration(max(waits))}" if waits else ""))
     if outlived:
@@ -111,11 +146,22 @@ def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...
     elif any(other.stopped for other in others):
         said.append("were stopped")
     return (
-        str(ending.rank) + _attempt(ending, last),
+        ending.name + _attempt(ending, last),
         *_when(ending),
         ending.how(),
         ", ".join(said),
     )
+
+
+def _replaces(ending: Ending, earlier: Ending) -> bool:
+    return ending.rank == earlier.rank and ending.incarnation == earlier.incarnation + 1
+
+
+def _was_lost(ending: Ending, replacement: Ending | None, when: float) -> bool:
+    """Whether a wait for its rank that a launcher learned of at `when` was for this incarnation. A
+    process that is not in the job yet cannot be lost. Clocks of other hosts may be wrong here."""
+    is_after = not ending.incarnation or when >= ending.started + JOINING
+    return is_after and (replacement is None or when < replacement.started + JOINING)
 
 
 def _duration(seconds: float) -> str:
@@ -125,17 +171,18 @@ def _duration(seconds: float) -> str:
 
 
 def _groups(endings: Sequence[Ending], last: int) -> list[tuple[str, ...]]:
-    """Rows of ranks that ended in the same way on one host."""
-    alike: dict[tuple[int, bool, str, str], list[Ending]] = {}
+    """Rows of ranks that ended in the same way on one host. A replacement has a row of its own."""
+    alike: dict[tuple[int, bool, str, str, str], list[Ending]] = {}
     for ending in sorted(endings, key=lambda ending: ending.rank):
-        key = (ending.attempt, ending.finished, ending.host, ending.how())
+        own = ending.name if ending.incarnation else ""
+        key = (ending.attempt, ending.finished, ending.host, ending.how(), own)
         alike.setdefault(key, []).append(ending)
     rows: list[tuple[str, ...]] = []
     for key in sorted(alike, key=lambda key: (key[0], key[1], alike[key][0].rank)):
         members = alike[key]
         longest = max(members, key=lambda ending: ending.ended - ending.started)
-        name = list_ranks([ending.rank for ending in members]) + _attempt(longest, last)
-        rows.append((name, *_when(longest), longest.how(), ""))
+        ranks = key[-1] or list_ranks([ending.rank for ending in members])
+        rows.append((ranks + _attempt(longest, last), *_when(longest), longest.how(), ""))
     return rows
 
 

@@ -37,6 +37,7 @@ class Line:
     text: bytes = b""
     host: str = ""
     ranks: list[int] = field(default_factory=list)
+    running: bool = True  # a rank of it is in the job
     endings: list[Ending] | None = None  # None: not all of its ranks have ended
     changed: float = 0.0  # on our clock
 
@@ -63,12 +64,16 @@ class Nodes:
         self.interval = interval
         self.patience = interval * attempts
         self.lines = {node: Line() for node in range(size) if node != me}
-        self.own: dict[str, Any] = {"host": host, "ranks": list(ranks), "endings": None}
+        self.own: dict[str, Any] = {"host": host, "ranks": list(ranks)}
+        self.own |= {"running": True, "endings": None}
         self.have_met = threading.Event()
         self.on_cut_off = on_cut_off
         self.is_cut_off = False  # the store cannot be reached any more
         self._ended = threading.Event()  # all ranks of this node have ended
         self._closed = threading.Event()
+        self._wake = threading.Event()  # there is something to write or to read
+        self._asked: float | None = None  # when others_run() was asked first
+        self._read_at = 0.0  # when the last look at the other lines began
         self._last_answer = time.monotonic()
         if size == 1:
             self.have_met.set()
@@ -82,13 +87,35 @@ class Nodes:
             self.own["endings"] = [asdict(ending) for ending in endings]
             self._last_answer = time.monotonic()
             self._ended.set()
+            self._wake.set()
         if time.monotonic() - self._last_answer > self.patience:
             self._cut_off("no answer")
         return self.have_met.is_set()
 
+    def tell(self, running: bool) -> None:
+        """Tells the other launchers whether a rank of this node is in the job."""
+        if running != self.own["running"]:
+            self.own["running"] = running
+            self._wake.set()
+
+    def others_run(self) -> bool | None:
+        """Whether a rank of another node is in the job, or may be. None: not known yet; the thread
+        reads the lines, so ask again. It first writes our own line: of two launchers that lose
+        their last ranks, one at least learns of both."""
+        if self.size == 1 or self.is_cut_off:
+            return False
+        if self._asked is None:
+            self._asked = time.monotonic()
+            self._wake.set()
+        if self._read_at < self._asked:
+            return None
+        self._asked = None
+        return any(line.running for line in self.lines.values())
+
     def close(self) -> None:
         self._closed.set()
         self._ended.set()
+        self._wake.set()
 
     # ---- results, once the nodes have met
 
@@ -113,10 +140,13 @@ class Nodes:
     def _run(self) -> None:
         try:
             while not self._ended.is_set():
+                self._wake.clear()
+                began = time.monotonic()
                 self._write()
-                if not all(line.ranks for line in self.lines.values()):
+                if self._asked is not None or not all(line.ranks for line in self.lines.values()):
                     self._read()
-                self._ended.wait(self.interval)
+                    self._read_at = began
+                self._wake.wait(self.interval)
             if not self._closed.is_set():
                 self._meet()
         except Exception as error:  # from the store; its type differs between versions of torch
@@ -166,6 +196,7 @@ class Nodes:
             said = json.loads(text)
             line.text, line.changed = text, time.monotonic()
             line.host, line.ranks = said["host"], said["ranks"]
+            line.running = said["running"] and said["endings"] is None
             if said["endings"] is not None:
                 line.endings = [Ending(**ending) for ending in said["endings"]]
 

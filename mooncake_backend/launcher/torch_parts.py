@@ -7,14 +7,24 @@ These are documented in torch's manual ("Extending the Agent"), underscores incl
 
 from __future__ import annotations
 
+import inspect
+import logging
+import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher import api
+
+log = logging.getLogger(__name__)
 
 
 def set_agent(make: Callable[..., LocalElasticAgent]) -> None:
@@ -27,11 +37,9 @@ def set_agent(make: Callable[..., LocalElasticAgent]) -> None:
 def processes(agent: LocalElasticAgent) -> dict[int, Popen[bytes]]:
     """The processes by local rank; empty before the first start. Only the agent's `_pcontext` is
     private: the handlers and their `proc` have public names."""
-    context = agent._pcontext
-    if context is None:
+    if agent._pcontext is None:
         return {}
-    assert isinstance(context, SubprocessContext), type(context)
-    return {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+    return {rank: handler.proc for rank, handler in _context(agent).subprocess_handlers.items()}
 
 
 def stop_heartbeats(rendezvous: RendezvousHandler) -> None:
@@ -42,7 +50,124 @@ def stop_heartbeats(rendezvous: RendezvousHandler) -> None:
         stop()
 
 
-def error_files(agent: LocalElasticAgent) -> dict[int, Any]:
-    """By local rank, the file to which a process writes its exception."""
+def error_files(agent: LocalElasticAgent) -> dict[int, str]:
+    """By local rank, the file to which a process writes its exception. Empty if the ranks have no
+    files (--log-dir /dev/null)."""
+    files = {} if agent._pcontext is None else agent._pcontext.error_files
+    return {rank: str(file) for rank, file in files.items() if str(file) != os.devnull}
+
+
+class Replacement(NamedTuple):
+    """A process that start_again() has started. tails: readers that copy its output to the
+    launcher's (--tee); stop() returns once they have copied all of it."""
+
+    pid: int
+    error_file: str
+    tails: list[TailLog]
+
+
+def start_again(
+    agent: LocalElasticAgent, local_rank: int, number: int, added: dict[str, str]
+) -> Replacement:
+    """Starts a process in the place of the one of `local_rank`, which has ended, as
+    SubprocessContext._start does. It is the rank's replacement `number`. Its environment is its
+    predecessor's and `added`; its files are in a folder of its own. OSError if the system starts no
+    process; then, and after any other exception, there is none."""
+    context = _context(agent)
+
+    def moved(path: str) -> str:
+        return replacement_path(path, number)
+
+    environment = {**context.envs[local_rank], **added}
+    if error_file := environment.get("TORCHELASTIC_ERROR_FILE", ""):
+        environment["TORCHELASTIC_ERROR_FILE"] = moved(error_file)
+    stdout, stderr = moved(context.stdouts[local_rank]), moved(context.stderrs[local_rank])
+    for path in (stdout, stderr, moved(error_file)):
+        if path and path != os.devnull:
+            Path(path).parent.mkdir(exist_ok=True)
+    more: dict[str, Any] = {}
+    if "numa_options" in inspect.signature(get_subprocess_handler).parameters:  # since torch 2.9
+        more["numa_options"] = getattr(context, "_numa_options", None)
+    handler = get_subprocess_handler(
+        entrypoint=str(context.entrypoint),
+        args=context.args[local_rank],
+        env=environment,
+        stdout=stdout,
+        stderr=stderr,
+        local_rank_id=local_rank,
+        **more,
+    )
+    context.subprocess_handlers[local_rank] = handler
+    tails = []
+    try:
+        for tail in _tails(context):
+            if local_rank in tail._log_files:
+                tails.append(_tail(tail, local_rank, moved(tail._log_files[local_rank])).start())
+    except Exception as error:  # a version of torch that is not known here
+        log.warning(
+            "mooncake-run: the new process of local rank %d writes to its log files only: %r",
+            local_rank,
+            error,
+        )
+    return Replacement(handler.proc.pid, moved(error_file), tails)
+
+
+def replacement_path(path: str, number: int) -> str:
+    """The file of a rank's replacement `number`: in a folder beside the first process's,
+    "2.1/error.json" beside "2/error.json". No path, and the null device, stay."""
+    if not path or path == os.devnull:
+        return path
+    file = Path(path)
+    return str(file.parent.with_name(f"{file.parent.name}.{number}") / file.name)
+
+
+def code_if_ended(agent: LocalElasticAgent, local_rank: int) -> int | None:
+    """The exit code as of Popen.poll(); None while the process runs. If it died, all that is left
+    of its process group is killed first: a new process must find no helper of the dead one, and a
+    rank that a dead wrapper started must not live on beside its replacement. Its number names the
+    group for certain only until the process is reaped."""
+    handler = _context(agent).subprocess_handlers[local_rank]
+    if handler.proc.returncode is not None:
+        return handler.proc.returncode
+    try:
+        ended = os.waitid(os.P_PID, handler.proc.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored in this process
+        return handler.proc.poll()
+    if ended is None:
+        return None
+    if (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
+        kill(agent, local_rank)
+    return handler.proc.poll()
+
+
+def kill(agent: LocalElasticAgent, local_rank: int) -> None:
+    """Kills the process group of a process that has not been reaped."""
+    with suppress(ProcessLookupError, PermissionError):
+        _context(agent).subprocess_handlers[local_rank].close(signal.SIGKILL)
+
+
+def _context(agent: LocalElasticAgent) -> SubprocessContext:
     context = agent._pcontext
-    return {} if context is None else context.error_files
+    assert isinstance(context, SubprocessContext), type(context)
+    return context
+
+
+def _tails(context: SubprocessContext) -> list[TailLog]:
+    tails = getattr(context, "_tail_logs", None)
+    if tails is None:  # torch 2.8
+        tails = [getattr(context, name, None) for name in ("_stdout_tail", "_stderr_tail")]
+    return [tail for tail in tails if tail is not None]
+
+
+def _tail(like: TailLog, local_rank: int, path: str) -> TailLog:
+    more: dict[str, Any] = {}
+    if hasattr(like, "_log_line_filter"):  # since torch 2.9
+        more["log_line_filter"] = like._log_line_filter
+    return TailLog(
+        like._name,
+        {local_rank: path},
+        like._dst,
+        like._log_line_prefixes,
+        like._interval_sec,
+        **more,
+    )

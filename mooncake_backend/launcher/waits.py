@@ -16,22 +16,41 @@ LINE = re.compile(r"^(\d{1,9}) (\d{1,15})\n", re.MULTILINE)
 
 
 def ask(error_file: str) -> None:
-    """Makes the file. The backend writes nothing if there is none."""
+    """Makes the file. The backend writes nothing if there is none. "" if ranks have no files."""
+    if not error_file:
+        return
     with contextlib.suppress(OSError):  # the table can do without it
         _beside(error_file).touch(mode=0o600)
 
 
-def read(error_file: str) -> dict[int, float]:
-    """The longest wait in seconds, by lost rank. Ignores text that is not a whole line of ours."""
-    try:
-        with _beside(error_file).open(encoding="ascii", errors="replace") as file:
-            text = file.read(MOST_BYTES)
-    except OSError:
-        return {}
-    longest: dict[int, float] = {}
-    for rank, micros in LINE.findall(text):
-        longest[int(rank)] = max(longest.get(int(rank), 0.0), int(micros) / 1e6)
-    return longest
+class Waits:
+    """The waits that one rank has noted. Lines of one loss are told from lines of a later loss of
+    the same rank by the time at which the launcher read them."""
+
+    def __init__(self, error_file: str) -> None:
+        self._path = _beside(error_file) if error_file else None
+        self._longest: dict[tuple[int, float], float] = {}  # by lost rank, and time of reading
+        self._read = 0  # bytes
+
+    def read(self, now: float) -> None:
+        """Reads the lines that are new. Ignores text that is not a whole line of ours."""
+        if self._path is None:
+            return
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                new = file.read(MOST_BYTES - self._read)
+        except OSError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for rank, micros in LINE.findall(whole.decode("ascii", errors="replace")):
+            key = int(rank), now
+            self._longest[key] = max(self._longest.get(key, 0.0), int(micros) / 1e6)
+
+    def all(self) -> list[tuple[int, float, float]]:
+        """A lost rank, the longest wait for it in seconds, and the time at which it was read."""
+        return [(rank, wait, when) for (rank, when), wait in sorted(self._longest.items())]
 
 
 def _beside(error_file: str) -> Path:
