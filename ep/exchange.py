@@ -99,6 +99,8 @@ class Exchange:
         is_alone: the host waits for no other rank. Then an error of arguments is this rank's
             alone, and nothing was sent
         """
+        if name == "dispatch":
+            self.runtime.begin_dispatch()
         native = self.runtime.native
         native.begin_call(steps, is_alone)
         try:

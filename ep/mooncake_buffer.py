@@ -75,9 +75,11 @@ class Buffer:
             self.update_ep_member()
 
     def update_ep_member(self) -> None:
-        """Raises if this Buffer cannot be used any more. Local: a rank may call it alone. The
-        ranks agree on the active ranks before the next operation without it."""
-        self._runtime.native.update_members()
+        """If the group has let new processes in (mooncake.pg.recover_ranks), the next dispatch
+        begins with them: all members have called this, and the new process makes its Buffer.
+        Handles from before are refused then. Local. Raises if this Buffer cannot be used any more.
+        Lost ranks need no such call."""
+        self._runtime.update_members()
 
     def dispatch(
         self,

@@ -86,10 +86,11 @@ class ElasticBuffer(elastic.ElasticBuffer):
         self._generation = 0
 
     def update_ep_member(self) -> None:
-        """Begins a new generation: handles of earlier dispatches are refused from now on. Raises if
-        this buffer cannot be used any more. A local call: the ranks agree on the active ranks
-        before the next operation even without it."""
-        self.runtime.update_members()
+        """Begins a new generation: handles of earlier dispatches are refused from now on. If the
+        group has let new processes in (mooncake.pg.recover_ranks), the next dispatch begins with
+        them: all members have called this, and the new process makes its buffer. Local. Raises if
+        this buffer cannot be used any more. Lost ranks need no such call."""
+        self._runtime.update_members()
         self._generation += 1
 
     def dispatch(  # type: ignore[override]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -133,7 +134,10 @@ class Runtime:
         self.rank, self.size = members.rank, members.size
         self.timeout = timeout or members.timeout
         self._last_combine: Operation | None = None
-        self._native: EpBuffer | None = native()(
+        self._backend = members.backend
+        self._is_due = False
+        self._make = partial(
+            native(),
             members.rank,
             members.size,
             num_bytes,
@@ -149,12 +153,34 @@ class Runtime:
             beside=None if beside is None else beside.native,
             bytes_beside=bytes_beside,
         )
+        self._native: EpBuffer | None = self._make()
+        self._series = self._series_now()
 
     @property
     def native(self) -> EpBuffer:
         if self._native is None:
             raise RuntimeError(f"rank {self.rank}: this Buffer was destroyed: make a new one")
         return self._native
+
+    def _series_now(self) -> int:
+        return 0 if self._backend is None else self._backend.series
+
+    def update_members(self) -> None:
+        """If the group has let new processes in since this runtime was made, the next dispatch
+        begins with them. Local. Raises if this runtime cannot be used any more."""
+        self.native.update_members()
+        self._is_due = self._series != self._series_now()
+
+    def begin_dispatch(self) -> None:
+        """Called before a dispatch sends anything: with new processes in the group, makes a native
+        buffer with them. All members come to the same dispatch, and a new process makes its Buffer.
+        Handles of the native buffer before are refused."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        made = self._make()
+        before, self._native, self._series = self.native, made, self._series_now()
+        before.close(self.timeout)
 
     def close(self) -> None:
         """Waits for operations in the background. Every later call raises."""
@@ -182,6 +208,7 @@ class Runtime:
         wait_stats: Tensor | None = None,
     ) -> tuple[Received, Tensor, Handle, EventOverlap, Hook | None]:
         _check_one_way_to_wait(async_finish, return_recv_hook)
+        self.begin_dispatch()
         if not (isinstance(x, Tensor) and isinstance(topk_idx, Tensor)):
             raise self._no_tensor("dispatch", x=x, topk_idx=topk_idx)
         check_choices(topk_idx)

@@ -51,6 +51,11 @@ class MooncakeBackend(Backend):
     def survivors(self) -> list[int]:
         """Ranks of the group that are in the job's view, in ascending order."""
 
+    is_newcomer: bool
+    series: int
+    def is_ready(self, rank: int) -> bool: ...
+    def recover_ranks(self, ranks: list[int], ready: float) -> list[int]: ...
+    def join_group(self) -> None: ...
     def note_losses(self, ranks: list[int]) -> bool:
         """Returns whether one of these ranks was in no earlier call."""
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # the names that __getattr__ resolves
         set_transfer_engine,
     )
     from mooncake_backend.registration import register
+    from mooncake_backend.replacing import admit
+    from mooncake_backend.training import elastic
 
 __version__ = "0.1.0"
 
@@ -49,9 +51,11 @@ _HOMES = {
     "MooncakeBackendOptions": "options",
     "PeerLostError": "errors",
     "acknowledge_loss": "membership",
+    "admit": "replacing",
     "bf16_mean_over_contributors": "gradients",
     "dump_state": "state",
     "dump_state_on_signal": "state",
+    "elastic": "training",
     "get_active_ranks": "membership",
     "get_current_epoch": "membership",
     "get_evidence": "membership",
@@ -74,9 +78,11 @@ __all__ = [
     "PeerLostError",
     "__version__",
     "acknowledge_loss",
+    "admit",
     "bf16_mean_over_contributors",
     "dump_state",
     "dump_state_on_signal",
+    "elastic",
     "get_active_ranks",
     "get_current_epoch",
     "get_evidence",

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Backend, DebugLevel, get_debug_level
 
 from mooncake_backend import distribution, extension
 from mooncake_backend.launcher import notices
-from mooncake_backend.options import MooncakeBackendOptions
+from mooncake_backend.options import MooncakeBackendOptions, env_flag
 from mooncake_backend.registration import BACKENDS
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def create_group(
     if is_only and "mooncake" in backends:
         backend_name = "mooncake"  # it has the devices of "mooncake-cpu", too
     backend = create_backend(backend_name, dist_opts, options)
-    if dist.distributed_c10d._is_barrier_after_init() and (world := _world()) is not None:
+    world = _world()
+    if dist.distributed_c10d._is_barrier_after_init() and world is not None:
         _stand_in_for_the_lost(world, dist_opts)
     # Otherwise torch makes its own group, to which it adds other backends or a wrapper of this one.
     if not devices or not is_only or get_debug_level() == DebugLevel.DETAIL:
@@ -89,8 +90,14 @@ def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> Mo
     distribution.check()
     native = extension.load()
     world = _world()
-    given = _options(options).for_group(dist_opts.group_size)
-    if world is None:
+    chosen = _options(options)
+    given = chosen.for_group(dist_opts.group_size)
+    # A process that has come to replace a rank makes its groups before the members know of it.
+    comes = env_flag("MOONCAKE_REJOIN", "0") if world is None else world.is_newcomer
+    given["is_newcomer"] = chosen.is_extension or comes
+    # Its predecessor may have died before the job began: then the others still wait for this rank.
+    given["may_begin"] = not chosen.is_extension
+    if world is None and not given["is_newcomer"]:
         given["launcher_key"] = notices.key_for(dist_opts.group_rank, dist_opts.group_size)
     backend: MooncakeBackend = native.create_backend(
         dist_opts.store,

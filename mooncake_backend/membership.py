@@ -23,13 +23,25 @@ from mooncake_backend.options import (
     set_transfer_engine,
 )
 from mooncake_backend.ranks import name_ranks
+from mooncake_backend.replacing import (
+    ProposalStatus,
+    ProposeViewUpdateResponse,
+    ViewUpdateStatus,
+    activate_ranks,
+    join_group,
+    recover_ranks,
+)
 
 __all__ = [
     "Evidence",
     "MooncakeBackendOptions",
+    "ProposalStatus",
+    "ProposeViewUpdateResponse",
     "SyncAfterFailureResponse",
     "SyncAfterFailureStatus",
+    "ViewUpdateStatus",
     "acknowledge_loss",
+    "activate_ranks",
     "extend_group_size_to",
     "get_active_ranks",
     "get_current_epoch",
@@ -135,16 +147,16 @@ def acknowledge_loss(group: Any) -> bool:
 
 
 def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
-    """Tells for each of these ranks whether it is in the group's view and not accused here. False
-    for numbers from the group's size on, up to the length of its get_active_ranks(). Local: no rank
-    is asked."""
+    """Tells for each of these ranks whether it is in the group's view and not accused here, or a
+    new process waits in join_group() to be let in for it. False for numbers from the group's size
+    on, up to the length of its get_active_ranks(). Local: no rank is asked."""
     backend = backend_of(group)
     size = backend.size()
     for rank in ranks:
         if not (0 <= rank < size or size <= rank < backend.active_ranks.numel()):
             raise RuntimeError(f"invalid argument: rank {rank} is not in a group of {size}")
     healthy = set(backend.survivors) - {seen.rank for seen in get_evidence(group)}
-    return [rank in healthy for rank in ranks]
+    return [rank in healthy or (rank < size and backend.is_ready(rank)) for rank in ranks]
 
 
 def get_num_synced_ranks(group: Any) -> int:
@@ -231,10 +243,6 @@ def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
     return function
 
 
-# Without activate_ranks and deactivate_ranks: programs take an import of these as proof that they
-# work. The functions below are imported together with functions that work.
-_CHANGE = "changing a group's ranks (replace, grow, shrink)"
-
-extend_group_size_to = not_yet("extend_group_size_to", _CHANGE)
-join_group = not_yet("join_group", _CHANGE)
-recover_ranks = not_yet("recover_ranks", _CHANGE)
+# Without deactivate_ranks: programs take an import of it as proof that it works. This one is
+# imported together with functions that work.
+extend_group_size_to = not_yet("extend_group_size_to", "growing a group")

@@ -39,8 +39,6 @@ _MOST_MICROSECONDS = 10**15
 
 # Settings that this version lacks, and why. If it ignored them, a caller would rely on them.
 _MISSING = {
-    "is_extension": "is_extension=True is not available in this version: joining a group that runs "
-    "(replacing and adding ranks) is missing. Start the job again with all its ranks",
     "auto_deactivate_on_failure": "auto_deactivate_on_failure=False is not available in this "
     "version: keeping a lost rank in the group until deactivate_ranks() is missing. A lost rank is "
     'always taken out; on_failure="raise" makes each loss an error that the caller sees',
@@ -49,7 +47,6 @@ _MISSING = {
     'an operation returns; on_failure="raise" makes each loss an error that the caller sees',
 }
 _DEFAULTS = {
-    "is_extension": False,
     "auto_deactivate_on_failure": True,
     "auto_sync_on_failure": True,
 }
@@ -132,8 +129,10 @@ class MooncakeBackendOptions:
     active_ranks: int32 tensor in which the group marks each rank, 1 = alive, 0 = lost
     max_group_size: number of ranks that the group may grow to; None is its first size. Groups
     cannot grow yet, and the limit is the largest tested group: 64 ranks
-    is_extension, auto_deactivate_on_failure, auto_sync_on_failure: only the defaults work; another
-    value raises NotImplementedError, which names the missing feature
+    is_extension: this process takes the place of a lost rank of a running job, as MOONCAKE_REJOIN=1
+    says for the default group. The group has it alone until join_group()
+    auto_deactivate_on_failure, auto_sync_on_failure: only the defaults work; another value raises
+    NotImplementedError, which names the missing feature
     transports: names in order of preference; None allows all
     failure_timeout: seconds after which a silent rank counts as lost, from 0.01 to a day; None is
     the default
@@ -227,7 +226,7 @@ class MooncakeBackendOptions:
                 raise ValueError(f"active_ranks must be an int32 tensor, not {ranks.dtype}")
             if ranks.dim() != 1 or not ranks.is_contiguous():
                 raise ValueError("active_ranks must be contiguous and have one dimension")
-        for name in _DEFAULTS:
+        for name in ("is_extension", *_DEFAULTS):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.max_group_size == -1:

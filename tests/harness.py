@@ -195,33 +195,44 @@ class Crew:
         self.board = Board(self.folder / "board")
         self.links: list[connection.Connection] = []
         self.processes: list[Any] = []
+        self._settings = [{**(env or {}), **(rank_env or {}).get(rank, {})} for rank in range(size)]
         live_crews.add(self)
         _start_server()
         try:
             for rank in range(size):
-                here, there = _processes.Pipe()
-                settings = {**(env or {}), **(rank_env or {}).get(rank, {})}
-                namespace = namespaces[rank] if namespaces else None
-                process = _processes.Process(
-                    target=_serve,
-                    args=(
-                        there,
-                        Rank(rank, size, self.folder),
-                        settings,
-                        namespace,
-                        self._log(rank),
-                    ),
-                    daemon=True,
-                )
-                process.start()
-                there.close()
-                self.links.append(here)
+                link, process = self._start_rank(rank, {})
+                self.links.append(link)
                 self.processes.append(process)
             if backend is not None:
                 self.call(_init, backend, timeout)
         except BaseException:
             self.end()
             raise
+
+    def _start_rank(self, rank: int, more: dict[str, str]) -> tuple[connection.Connection, Any]:
+        here, there = _processes.Pipe()
+        process = _processes.Process(
+            target=_serve,
+            args=(
+                there,
+                Rank(rank, self.size, self.folder),
+                {**self._settings[rank], **more},
+                self.namespaces[rank] if self.namespaces else None,
+                self._log(rank),
+            ),
+            daemon=True,
+        )
+        process.start()
+        there.close()
+        return here, process
+
+    def replace(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        """Starts a new process for a rank that has died, with MOONCAKE_REJOIN=1. It runs this
+        function in place of the one that the dead process ran."""
+        assert not self.processes[rank].is_alive()
+        self.links[rank].close()
+        self.links[rank], self.processes[rank] = self._start_rank(rank, {"MOONCAKE_REJOIN": "1"})
+        self.links[rank].send((function, args))
 
     def __enter__(self) -> Crew:
         return self

@@ -44,7 +44,7 @@ lint() {
 
 types() { mypy; }
 
-# Compiles most of csrc with clang, a minute on two cores.
+# Compiles csrc with clang, two minutes on two cores.
 locks() { python tests/locks.py; }
 
 for step in "${steps[@]}"; do

@@ -5,17 +5,19 @@ Also fails if a mutex of these rooms is one of std, or if no field and no functi
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# To come: backend and bindings.
 ROOMS = (
     "base",
     "collectives",
@@ -29,9 +31,13 @@ ROOMS = (
     "transfer",
     "wires",
 )
+# They include torch's headers, and Python's.
+TORCH_ROOMS = ("backend", "bindings")
 
 # Mutexes that no annotation names, and why.
 EXCEPTIONS = {
+    "csrc/backend/experts/ep_buffer.h orderMutex_": "keeps marks and calls in one order",
+    "csrc/backend/leaving.h mutex_": "one leaveGroup() at a time",
     "csrc/collectives/progress_lock.h mutex_": "inside a lock that is checked itself",
     "csrc/engine/connections.h callMutex_": "one callAll() at a time",
     "csrc/engine/peers/outbox.h sendingMutex_": "one flush() at a time",
@@ -58,15 +64,18 @@ FLAGS = (
     "-I.",
     "-I/usr/local/cuda/include",
     "-I/opt/amazon/efa/include",
-    "-fsyntax-only",
-    "-Wthread-safety",
-    "-Werror=thread-safety",
 )
-# Compiled once for all files: most of the time goes into headers of std.
+CHECK = ("-fsyntax-only", "-Wno-everything", "-Wthread-safety", "-Werror=thread-safety")
+# Compiled once for all files: most of the time goes into headers of std, and of torch.
 HEADERS = """
     algorithm array atomic chrono condition_variable deque functional list map memory mutex optional
     random set shared_mutex span sstream string thread unordered_map variant vector
 """
+TORCH_HEADERS = "torch/csrc/distributed/c10d/Backend.hpp" + HEADERS
+# Number of files of a folder of TORCH_ROOMS that are compiled as one, as in csrc/CMakeLists.txt.
+# APART: another file of the folder uses the same names, in a namespace without a name.
+BATCH = 8
+APART = ("csrc/backend/calls/coalesced.cc", "csrc/bindings/ep_normal.cc")
 
 
 def files_of(room: str) -> list[Path]:
@@ -79,7 +88,7 @@ def unnamed() -> list[str]:
     """Mutexes that are not checked, and are no exception."""
     wrong = []
     used = set()
-    for path in (path for room in ROOMS for path in files_of(room)):
+    for path in (path for room in ROOMS + TORCH_ROOMS for path in files_of(room)):
         name = str(path.relative_to(ROOT))
         text = path.read_text(encoding="utf-8")
         if name == OWN:
@@ -91,7 +100,7 @@ def unnamed() -> list[str]:
             used.add(key)
         for mutex in (one or other for one, other in DECLARED.findall(text)):
             key = f"{name} {mutex}"
-            if re.search(rf"\b(GUARDED_BY|REQUIRES)\({mutex}\)", text):
+            if re.search(rf"\b((?:PT_)?GUARDED_BY|REQUIRES)\({mutex}\)", text):
                 continue
             if key not in EXCEPTIONS:
                 wrong.append(f"{key}: no field and no function names it: see EXCEPTIONS")
@@ -99,25 +108,63 @@ def unnamed() -> list[str]:
     return wrong + [f"{key}: is no exception" for key in EXCEPTIONS if key not in used]
 
 
-def compiles(clang: str, headers: Path, path: Path) -> str:
-    """What clang finds in the file; empty: nothing."""
-    command = [clang, *FLAGS, "-include-pch", str(headers), str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def batches_of(room: str) -> list[list[Path]]:
+    batches = []
+    for folder in sorted({path.parent for path in files_of(room)}):
+        files = sorted(folder.glob("*.cc"))
+        alone = [file for file in files if str(file.relative_to(ROOT)) in APART]
+        joined = [file for file in files if file not in alone]
+        batches += [joined[i : i + BATCH] for i in range(0, len(joined), BATCH)]
+        batches += [[file] for file in alone]
+    return batches
+
+
+def torch_flags(torch: Path) -> list[str]:
+    include = torch.parent / "include"
+    folders = (include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    strings = ("MOONCAKE_TORCH_VERSION", "MOONCAKE_VERSION")
+    return [f"-isystem{folder}" for folder in folders] + [f'-D{name}=""' for name in strings]
+
+
+def including(headers: Iterable[object]) -> str:
+    return "".join(f"#include <{header}>\n" for header in headers)
+
+
+def precompiled(command: list[str], headers: str, place: Path) -> Path:
+    source, made = place.with_suffix(".h"), place.with_suffix(".pch")
+    source.write_text(including(headers.split()), encoding="utf-8")
+    subprocess.run([*command, "-x", "c++-header", str(source), "-o", str(made)], check=True)
+    return made
+
+
+def compiles(command: list[str], headers: Future[Path], files: list[Path]) -> str:
+    """What clang finds in the files, as one; empty: nothing."""
+    done = subprocess.run(
+        [*command, *CHECK, "-include-pch", str(headers.result()), "-x", "c++", "-"],
+        cwd=ROOT,
+        input=including(files),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stderr if done.returncode else ""
 
 
-def has(clang: str, header: str) -> bool:
-    command = [clang, *FLAGS, "-x", "c++", "-include", header, os.devnull]
+def has(command: list[str], header: str) -> bool:
+    command = [*command, "-fsyntax-only", "-x", "c++", "-include", header, os.devnull]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def main() -> int:
     clang = shutil.which("clang++-14") or shutil.which("clang++")
-    if clang is None:
-        print("no clang++: install clang-14")
+    torch = importlib.util.find_spec("torch")
+    if clang is None or torch is None or torch.origin is None:
+        print("no clang++, or no torch: tests/lint.sh locks installs both")
         return 2
     wrong = unnamed()
-    lacking = [folder for folder, header in NEEDS.items() if not has(clang, header)]
+    plain = [clang, *FLAGS]
+    with_torch = plain + torch_flags(Path(torch.origin))
+    lacking = [folder for folder, header in NEEDS.items() if not has(plain, header)]
     files = [
         path
         for room in ROOMS
@@ -125,14 +172,13 @@ def main() -> int:
         if path.suffix == ".cc"
         and not any(path.is_relative_to(ROOT / folder) for folder in lacking)
     ]
+    batches = [batch for room in TORCH_ROOMS for batch in batches_of(room)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        text, headers = Path(folder, "std.h"), Path(folder, "std.pch")
-        text.write_text(
-            "".join(f"#include <{header}>\n" for header in HEADERS.split()), encoding="utf-8"
-        )
-        make = [clang, "-std=c++20", "-x", "c++-header", str(text), "-o", str(headers)]
-        subprocess.run(make, check=True)
-        wrong += filter(None, pool.map(lambda path: compiles(clang, headers, path), files))
+        torchs = pool.submit(precompiled, with_torch, TORCH_HEADERS, Path(folder, "torch"))
+        stds = pool.submit(precompiled, plain, HEADERS, Path(folder, "std"))
+        found = [pool.submit(compiles, plain, stds, [path]) for path in files]
+        found += [pool.submit(compiles, with_torch, torchs, batch) for batch in batches]
+        wrong += filter(None, (one.result() for one in found))
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong else 0
 

@@ -53,6 +53,7 @@ EXERCISES = {
     "tests/ep_kernel_ranks.py": EP_KERNELS,
     "tests/fabric_crew.py": CARDS,
     "tests/fake_device/__init__.py": "tests/fake_device csrc/device/fake",
+    "tests/launchers.py": "mooncake_backend/launcher mooncake_backend/run",
     "tests/peer_ranks.py": PEERS,
     "tests/test_builds.py": f"{ENGINE} csrc/device csrc/device/cuda pyproject.toml",
     "tests/test_checkpoint_docs.py": f"{GROUP} docs/checkpoints.md mooncake_backend",
@@ -70,7 +71,6 @@ EXERCISES = {
     "tests/test_gpu_first.py": "tests/gpu kernels",
     "tests/test_gpu_parts.py": "tests/gpu",
     "tests/test_kernels.py": "kernels kernels/common kernels/ep kernels/proxy kernels/remote",
-    "tests/test_launcher.py": "mooncake_backend/launcher mooncake_backend/run",
     "tests/test_packaging.py": f"{ENGINE} csrc/transfer/c_api pyproject.toml mooncake_backend "
     "mooncake_backend/compat mooncake_backend/_C.pyi ep ep/on_path",
     "tests/test_peer_hosts.py": HOSTS,

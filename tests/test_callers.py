@@ -266,7 +266,6 @@ def test_a_device_filter_is_a_setting_of_later_groups(settings):
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
-        ({"is_extension": True}, "replacing and adding ranks"),
         ({"auto_deactivate_on_failure": False}, "keeping a lost rank"),
         ({"auto_sync_on_failure": False}, "putting off the survivors' agreement"),
     ],

@@ -30,7 +30,10 @@ struct BackendOptions {
   bool blockingWait = false;  // wait() for tensors of a device waits on the host for the outputs
   at::Tensor activeRanks;     // int32, 1 for each active rank; the caller's own when one was given
   bool readsActiveRanks = false;  // the program has given them
-  int capacity = 0;               // ranks that the group may grow to; 0: its size
+  // A process that takes the place of a lost rank: its groups have it alone until Replacing::join().
+  bool isNewcomer = false;
+  bool mayBegin = false;  // a newcomer that finds no job which runs begins one with the others
+  int capacity = 0;       // ranks that the group may grow to; 0: its size
   // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
   // key of a lent engine. When the job ends, the engine stays, without connections to its peers.
   std::shared_ptr<Engine> engine;

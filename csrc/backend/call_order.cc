@@ -16,7 +16,7 @@ void CallOrder::drop() {
   own_.reset();
 }
 
-void CallOrder::follow(Group& group, std::shared_ptr<CollectiveQueue> queue,
+void CallOrder::follow(const GroupLine& line, std::shared_ptr<CollectiveQueue> queue,
                        c10::intrusive_ptr<CollectiveWork> work, const std::function<void()>& mark,
                        CollectiveQueue::Run run) {
   Replays& replays = *replays_;
@@ -25,8 +25,9 @@ void CallOrder::follow(Group& group, std::shared_ptr<CollectiveQueue> queue,
     number = replays.announce();
   } catch (const std::exception& error) {
     // The other ranks run the operation.
-    group.fail({ErrorCode::kSystem,
-                std::string("a call could not be put in order with graphs: ") + error.what()});
+    line.current()->fail(
+        {ErrorCode::kSystem,
+         std::string("a call could not be put in order with graphs: ") + error.what()});
     throw;
   }
   try {

@@ -3,10 +3,10 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 
 #include "backend/collective_queue.h"
 #include "backend/replays.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -16,16 +16,16 @@ class CallOrder {
  public:
   // Held from the mark of a call on a stream to its place in the queue. Recursive, because a mark may
   // wait for a word of the stream, and signal handlers that run then may call operations.
-  std::recursive_mutex& mutex() { return mutex_; }
+  RecursiveMutex& mutex() RETURNS_LOCK(mutex_) { return mutex_; }
 
   // The calls that graphs have; null: none has any.
   Replays* replays() const { return replays_; }
   void use(std::unique_ptr<Replays> replays);
-  // Submits a call once it has its place among replays. With mutex() held. `mark`: marks the call on
-  // its stream; empty: it has none. Throws.
-  void follow(Group& group, std::shared_ptr<CollectiveQueue> queue,
+  // Submits a call once it has its place among replays. `mark`: marks the call on its stream; empty:
+  // it has none. Throws.
+  void follow(const GroupLine& line, std::shared_ptr<CollectiveQueue> queue,
               c10::intrusive_ptr<CollectiveWork> work, const std::function<void()>& mark,
-              CollectiveQueue::Run run);
+              CollectiveQueue::Run run) REQUIRES(mutex_);
 
   // Stops the replays. Returns false if a thread is in an operation by the deadline.
   bool stop(Deadline deadline) { return !own_ || own_->stop(deadline); }
@@ -34,7 +34,7 @@ class CallOrder {
   void leak() { (void)own_.release(); }
 
  private:
-  std::recursive_mutex mutex_;
+  RecursiveMutex mutex_;
   std::unique_ptr<Replays> own_;
   std::atomic<Replays*> replays_ = nullptr;  // the same, for all threads
 };

@@ -1,17 +1,16 @@
 #include "backend/callbacks.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <list>
-#include <mutex>
 #include <utility>
 
 #include "backend/completions.h"
 #include "backend/drains.h"
 #include "base/fork.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "base/thread.h"
 
 namespace mooncake {
@@ -28,31 +27,30 @@ struct Callbacks::State final : Drain, std::enable_shared_from_this<State> {
   // The callback of this thread has given its turn away.
   static thread_local bool isPaused;
 
-  mutable std::mutex mutex;  // guards everything below
-  std::condition_variable changed;
-  std::deque<std::function<void()>> queue;
-  Moment posted = 0;
-  Moment begun = 0;
-  bool isTaken = false;  // a callback has the turn
-  std::list<Paused*> paused;
-  size_t threads = 0;
-  size_t idle = 0;  // threads that wait for a callback to run
-  bool isStopping = false;
+  mutable Mutex mutex;
+  Condition changed;
+  std::deque<std::function<void()>> queue GUARDED_BY(mutex);
+  Moment posted GUARDED_BY(mutex) = 0;
+  Moment begun GUARDED_BY(mutex) = 0;
+  bool isTaken GUARDED_BY(mutex) = false;  // a callback has the turn
+  std::list<Paused*> paused GUARDED_BY(mutex);
+  size_t threads GUARDED_BY(mutex) = 0;
+  size_t idle GUARDED_BY(mutex) = 0;  // threads that wait for a callback to run
+  bool isStopping GUARDED_BY(mutex) = false;
   const uint32_t generation = forkGeneration();
-  std::atomic<size_t> unfinished{0};  // posted callbacks that have not ended; read without the lock
+  std::atomic<size_t> unfinished{0};  // posted callbacks that have not ended
 
-  // All called with the lock.
-  Paused* due() const;
-  bool mayBegin() const { return !isTaken && !queue.empty() && !due(); }
-  bool offerTurn();
-  void runNext(std::unique_lock<std::mutex>& lock);
-  void runThread(std::unique_lock<std::mutex>& lock);
-  void giveTurn(Paused& entry);
-  bool retakeTurn(std::unique_lock<std::mutex>& lock, Paused& entry, Deadline deadline);
+  Paused* due() const REQUIRES(mutex);
+  bool mayBegin() const REQUIRES(mutex) { return !isTaken && !queue.empty() && !due(); }
+  bool offerTurn() REQUIRES(mutex);
+  void runNext() REQUIRES(mutex);  // gives it back while the callback runs
+  void runThread() REQUIRES(mutex);
+  void giveTurn(Paused& entry) REQUIRES(mutex);
+  bool retakeTurn(Paused& entry, Deadline deadline) REQUIRES(mutex);
 
   bool isIdle() const override { return unfinished.load() == 0; }
   bool isCallerInside() const override { return current == this; }
-  bool drain(Deadline deadline) override;
+  bool drain(Deadline deadline) override EXCLUDES(mutex);
 };
 
 thread_local Callbacks::State* Callbacks::State::current = nullptr;
@@ -74,8 +72,8 @@ bool Callbacks::State::offerTurn() {
   changed.notify_all();
   if (!mayBegin() || idle > 0) return true;
   auto thread = startThread("mooncake-then", [state = shared_from_this()] {
-    std::unique_lock lock(state->mutex);
-    state->runThread(lock);
+    Lock lock(state->mutex);
+    state->runThread();
   });
   if (!thread.ok()) {
     log(LogLevel::kWarning, "callbacks of futures",
@@ -87,20 +85,21 @@ bool Callbacks::State::offerTurn() {
   return true;
 }
 
-void Callbacks::State::runNext(std::unique_lock<std::mutex>& lock) {
+void Callbacks::State::runNext() {
   auto callback = std::move(queue.front());
   queue.pop_front();
   ++begun;
   isTaken = true;
   State* const outer = std::exchange(current, this);
-  lock.unlock();
-  try {
-    callback();
-  } catch (const std::exception& error) {
-    log(LogLevel::kError, "a callback of a future", "raised: ", error.what());
+  {
+    const UnlockedScope unlocked(mutex);
+    try {
+      callback();
+    } catch (const std::exception& error) {
+      log(LogLevel::kError, "a callback of a future", "raised: ", error.what());
+    }
+    callback = nullptr;
   }
-  callback = nullptr;
-  lock.lock();
   current = outer;
   isTaken = false;
   unfinished.fetch_sub(1, std::memory_order_release);
@@ -108,12 +107,12 @@ void Callbacks::State::runNext(std::unique_lock<std::mutex>& lock) {
 }
 
 // The last thread without work stays, until the Callbacks are gone.
-void Callbacks::State::runThread(std::unique_lock<std::mutex>& lock) {
+void Callbacks::State::runThread() {
   for (;;) {
-    while (mayBegin()) runNext(lock);
+    while (mayBegin()) runNext();
     if (idle > 0 || isStopping) break;  // a running thread comes back for queued callbacks
     ++idle;
-    changed.wait(lock);
+    changed.wait(mutex);
     --idle;
   }
   --threads;
@@ -127,19 +126,18 @@ void Callbacks::State::giveTurn(Paused& entry) {
   (void)offerTurn();
 }
 
-bool Callbacks::State::retakeTurn(std::unique_lock<std::mutex>& lock, Paused& entry,
-                                  Deadline deadline) {
+bool Callbacks::State::retakeTurn(Paused& entry, Deadline deadline) {
   static constexpr std::atomic<Moment> kAtOnce{0};
   const std::atomic<Moment>* const awaited = entry.until;
   for (;;) {
     if (!isTaken && due() == &entry) break;
     if (awaited->load(std::memory_order_acquire) != kNever) {
-      changed.wait(lock);
+      changed.wait(mutex);
     } else if (!deadline.passed()) {
-      changed.wait_until(lock, deadline.when());
+      changed.wait_until(mutex, deadline.when());
     } else {
       entry.until = &kAtOnce;
-      changed.wait(lock, [&] { return !isTaken && due() == &entry; });
+      changed.wait(mutex, [&]() REQUIRES(mutex) { return !isTaken && due() == &entry; });
       break;
     }
   }
@@ -151,8 +149,8 @@ bool Callbacks::State::retakeTurn(std::unique_lock<std::mutex>& lock, Paused& en
 
 bool Callbacks::State::drain(Deadline deadline) {
   if (isCallerInside()) return true;
-  std::unique_lock lock(mutex);
-  return changed.wait_until(lock, deadline.when(), [&] { return isIdle(); });
+  Lock lock(mutex);
+  return changed.wait_until(mutex, deadline.when(), [&] { return isIdle(); });
 }
 
 Callbacks::Callbacks() : state_(std::make_shared<State>()) { addDrain(state_); }
@@ -162,20 +160,20 @@ Callbacks::~Callbacks() {
     new std::shared_ptr<State>(state_);  // see ~Completions()
     return;
   }
-  std::unique_lock lock(state_->mutex);
+  Lock lock(state_->mutex);
   state_->isStopping = true;
   state_->changed.notify_all();
   // Threads that have nothing to do are gone by then.
-  state_->changed.wait(lock, [&] { return state_->idle == 0; });
+  state_->changed.wait(state_->mutex, [&]() REQUIRES(state_->mutex) { return state_->idle == 0; });
 }
 
 void Callbacks::post(std::function<void()> callback) {
-  std::unique_lock lock(state_->mutex);
+  Lock lock(state_->mutex);
   state_->queue.push_back(std::move(callback));
   ++state_->posted;
   state_->unfinished.fetch_add(1);
   if (state_->offerTurn() || state_->threads > 0) return;
-  while (state_->mayBegin()) state_->runNext(lock);
+  while (state_->mayBegin()) state_->runNext();
 }
 
 bool Callbacks::isIdle() const { return state_->isIdle(); }
@@ -186,7 +184,7 @@ bool Callbacks::isCallerInside() const { return state_->isCallerInside(); }
 
 // An end that a callback brings about has the moment of that callback.
 void Callbacks::stamp(std::atomic<Moment>& moment) {
-  std::lock_guard lock(state_->mutex);
+  Lock lock(state_->mutex);
   moment.store(isCallerInside() ? state_->begun : state_->posted, std::memory_order_release);
   state_->changed.notify_all();
 }
@@ -196,15 +194,15 @@ void Callbacks::stamp(std::atomic<Moment>& moment) {
 void Callbacks::stampPast(std::atomic<Moment>& moment) {
   moment.exchange(0);
   if (state_->isIdle()) return;
-  std::lock_guard lock(state_->mutex);
+  Lock lock(state_->mutex);
   state_->changed.notify_all();
 }
 
 bool Callbacks::await(const std::atomic<Moment>& moment, Deadline deadline) {
-  std::unique_lock lock(state_->mutex);
+  Lock lock(state_->mutex);
   State::Paused entry{&moment};
   state_->giveTurn(entry);
-  return state_->retakeTurn(lock, entry, deadline);
+  return state_->retakeTurn(entry, deadline);
 }
 
 struct Callbacks::Pause::Entry {
@@ -223,15 +221,15 @@ Callbacks::Pause::Pause()
     Completions::giveWorkAway();
     return;
   }
-  std::lock_guard lock(entry_->state->mutex);
+  Lock lock(entry_->state->mutex);
   entry_->state->giveTurn(entry_->paused);
 }
 
 Callbacks::Pause::~Pause() {
   if (!entry_) return;
-  std::unique_lock lock(entry_->state->mutex);
+  Lock lock(entry_->state->mutex);
   entry_->until.store(0, std::memory_order_release);
-  entry_->state->retakeTurn(lock, entry_->paused, Deadline::at(Clock::time_point::max()));
+  entry_->state->retakeTurn(entry_->paused, Deadline::at(Clock::time_point::max()));
 }
 
 }  // namespace mooncake

@@ -8,15 +8,15 @@ namespace {
 
 // This rank comes first.
 std::vector<MergeMember> mergeMembers(const LiveGroup& ours) {
-  const Group& group = ours.group();
+  const std::shared_ptr<const Group> group = ours.group();
   std::vector<MergeMember> members{{.id = ours.job().engine()->id()}};
   for (int r = 0; r < ours.size(); ++r) {
     const auto& peer = ours.job().membership()->peer(ours.jobRank(r));
     if (!peer) continue;
     MergeMember& member = members.emplace_back(MergeMember{.id = peer->id});
-    if (!group.isGone(r)) continue;
-    member.lost = group.nameRank(r) + " of group '" + ours.options().groupName + "' (" +
-                  group.whyGone(r) + ")";
+    if (!group->isGone(r)) continue;
+    member.lost = group->nameRank(r) + " of group '" + ours.options().groupName + "' (" +
+                  group->whyGone(r) + ")";
   }
   return members;
 }
@@ -26,7 +26,7 @@ std::vector<MergeMember> mergeMembers(const LiveGroup& ours) {
 BackendOptions optionsOfSplit(const LiveGroup& group, const std::vector<int>& ranks,
                               const c10d::Backend::Options& opts) {
   group.refuseInForkedChild();
-  throwIfError(group.group().usable());
+  throwIfError(group.group()->usable());
   for (const int rank : ranks) {
     if (rank < 0 || rank >= group.size())
       refuse("split: rank " + std::to_string(rank) + " is not in a group of " +

@@ -50,7 +50,7 @@ Coalescing::WorkPtr Coalescing::keep(const std::shared_ptr<Batch>& batch, int ra
 
 void Coalescing::begin() {
   auto batch = std::make_shared<Batch>();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   batches_[thisThread()].swap(batch);
   open_.store(batches_.size(), std::memory_order_release);
 }
@@ -59,7 +59,7 @@ std::shared_ptr<Coalescing::Batch> Coalescing::current() {
   if (open_.load(std::memory_order_acquire) == 0) return nullptr;
   std::shared_ptr<Batch> batch;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     const auto found = batches_.find(thisThread());
     if (found == batches_.end()) return nullptr;
     batch = found->second;
@@ -70,7 +70,7 @@ std::shared_ptr<Coalescing::Batch> Coalescing::current() {
 }
 
 std::shared_ptr<Coalescing::Batch> Coalescing::end() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto found = batches_.find(thisThread());
   if (found == batches_.end()) return nullptr;
   std::shared_ptr<Batch> batch = std::move(found->second);

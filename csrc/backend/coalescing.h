@@ -5,10 +5,11 @@
 #include <exception>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -67,9 +68,10 @@ class Coalescing {
   std::shared_ptr<Batch> end();
 
  private:
-  std::atomic<size_t> open_{0};                         // number of blocks; 0: no lock is taken
-  std::mutex mutex_;                                    // guards batches_
-  std::map<uint64_t, std::shared_ptr<Batch>> batches_;  // by the number of the thread
+  std::atomic<size_t> open_{0};  // number of blocks; 0: no lock is taken
+  Mutex mutex_;
+  // By the number of the thread.
+  std::map<uint64_t, std::shared_ptr<Batch>> batches_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

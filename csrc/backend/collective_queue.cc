@@ -15,22 +15,26 @@ bool isLoss(const Group& group, ErrorCode code) {
   return code == ErrorCode::kPeerLost || (code == ErrorCode::kInputsLost && !group.lostInputsOnly);
 }
 
+// Who is out from the beginning is lost to no operation of this series.
+std::shared_ptr<const GroupView> membersOf(const Group& series) {
+  auto members = std::make_shared<GroupView>();
+  for (int r = 0; r < series.size(); ++r) {
+    if (series.agent().isActive(r)) members->active.push_back(r);
+  }
+  return members;
+}
+
 }  // namespace
 
-CollectiveQueue::CollectiveQueue(Group& group, bool raises,
+CollectiveQueue::CollectiveQueue(GroupLine& line, bool raises,
                                  std::shared_ptr<Completions> completions,
                                  std::shared_ptr<CompletionHooks> hooks)
-    : group_(group),
+    : line_(line),
       raises_(raises),
       completions_(std::move(completions)),
-      hooks_(std::move(hooks)) {
-  // Who is out from the beginning is lost to no operation of this group.
-  auto members = std::make_shared<GroupView>();
-  for (int r = 0; r < group.size(); ++r) {
-    if (group.agent().isActive(r)) members->active.push_back(r);
-  }
-  lastView_ = std::move(members);
-}
+      hooks_(std::move(hooks)),
+      series_(line.current().get()),
+      lastView_(membersOf(*series_)) {}
 
 CollectiveQueue::~CollectiveQueue() {
   if (thread_.joinable()) thread_.join();
@@ -38,17 +42,17 @@ CollectiveQueue::~CollectiveQueue() {
 
 bool CollectiveQueue::stop(Deadline deadline) {
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     stopping_ = true;
     changed_.notify_all();
-    const auto isIdle = [&] { return !running_ && items_.empty(); };
-    if (!changed_.wait_until(lock, deadline.when(), isIdle)) return false;
+    const auto isIdle = [&]() REQUIRES(mutex_) { return !running_ && items_.empty(); };
+    if (!changed_.wait_until(mutex_, deadline.when(), isIdle)) return false;
   }
   if (thread_.joinable()) thread_.join();
   return true;
 }
 
-// With the lock. A new operation ends with the loss as long as that is not seen. A callback of an
+// A new operation ends with the loss as long as that is not seen. A callback of an
 // operation that was called before the loss was seen continues work that the program has given up.
 bool CollectiveQueue::isHeld() {
   if (held_ && held_->loss->isSeen()) release();
@@ -58,7 +62,6 @@ bool CollectiveQueue::isHeld() {
   return origin.queue == this && origin.era != era_;
 }
 
-// With the lock.
 void CollectiveQueue::release() {
   held_.reset();
   called_ = 0;
@@ -67,7 +70,7 @@ void CollectiveQueue::release() {
   lastIssuer_ = 0;
 }
 
-// With the lock. Callbacks of this queue's own works are not counted. They run on all ranks in the
+// Callbacks of this queue's own works are not counted. They run on all ranks in the
 // same order, but the program's calls come between them at different places. Each of them ends with
 // the loss on all ranks or on none, as its work was called before the loss or after it. This is not
 // so for callbacks of other works: of messages, batches, other groups, and torch's own futures.
@@ -87,24 +90,50 @@ void CollectiveQueue::number(CollectiveWork& work) {
   work.era_ = era_;
 }
 
-// With the lock: the caller runs it.
+// The caller runs it.
 void CollectiveQueue::begins(const CollectiveWork& work) {
   running_ = true;
-  numberBefore_ = group_.lastNumber;
-  group_.callsSinceLoss = work.position_ - lossPosition_;
-  group_.calledFrom = work.calledFrom_;
+  numberBefore_ = series_->lastNumber;
+  series_->callsSinceLoss = work.position_ - lossPosition_;
+  series_->calledFrom = work.calledFrom_;
 }
 
-// Without the lock. A call that was refused before it took a number of the group's is not counted:
+// A call that was refused before it took a number of the group's is not counted:
 // the other ranks wait for the right one.
 void CollectiveQueue::noteUncounted(const CollectiveWork& work) {
-  if (!work.isCounted_ || group_.lastNumber != numberBefore_) return;
-  std::lock_guard lock(mutex_);
+  if (!work.isCounted_ || series_->lastNumber != numberBefore_) return;
+  Lock lock(mutex_);
   ++lossPosition_;
 }
 
+// Of the thread that runs an operation, without the lock. `next`: the operation that is to run in the
+// next series; null: none runs. Returns whether there is a next series. The counts of calls begin
+// again in it, on all ranks alike, for a newcomer knows none of the earlier ones.
+bool CollectiveQueue::beginSeries(const CollectiveWork* next) {
+  const std::shared_ptr<Group> to = line_.moveOn();
+  if (to.get() == series_) return false;
+  Lock lock(mutex_);
+  series_ = to.get();
+  lastView_ = membersOf(*series_);
+  const CollectiveWork* first = next ? next : items_.empty() ? nullptr : items_.front().work.get();
+  lossPosition_ = first ? first->position_ - (first->isCounted_ ? 1 : 0) : position_;
+  if (next) begins(*next);
+  return true;
+}
+
+void CollectiveQueue::moveOn() {
+  {
+    Lock lock(mutex_);
+    while (running_ && !stopping_) changed_.wait(mutex_);
+    if (stopping_) return;
+    running_ = true;
+  }
+  (void)beginSeries(nullptr);
+  finishedOne();
+}
+
 bool CollectiveQueue::tryBegin(CollectiveWork& work) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (running_ || stopping_ || !items_.empty() || isHeld()) return false;
   number(work);
   begins(work);
@@ -112,7 +141,7 @@ bool CollectiveQueue::tryBegin(CollectiveWork& work) {
 }
 
 void CollectiveQueue::finishedOne() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   running_ = false;
   changed_.notify_all();
 }
@@ -123,14 +152,14 @@ Status CollectiveQueue::failureOf(const CollectiveWork& work, const std::excepti
                                   (torchs ? torchs->what_without_backtrace() : error.what())};
 }
 
-// Without the lock, of the operation that has just run.
+// Ends the operation that has just run.
 void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status status) {
   Ending ending{.status = std::move(status)};
-  if (group_.lastView && lastView_ != group_.lastView)
-    ending.before = std::exchange(lastView_, group_.lastView);
-  if (ending.before) group_.agent().noteMissed(*ending.before, *lastView_);
+  if (series_->lastView && lastView_ != series_->lastView)
+    ending.before = std::exchange(lastView_, series_->lastView);
+  if (ending.before) series_->agent().noteMissed(*ending.before, *lastView_);
   ending.view = lastView_;
-  if (ending.status.ok() || !raises_ || !isLoss(group_, ending.status.code())) {
+  if (ending.status.ok() || !raises_ || !isLoss(*series_, ending.status.code())) {
     const bool isDone = ending.status.ok();
     if (!isDone) noteUncounted(*work);
     work->finish(std::move(ending), *completions_);
@@ -140,7 +169,7 @@ void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status
   // Taken out before anybody can see the exception: what is issued afterwards is to run.
   std::deque<Item> discarded;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     ending.loss = std::make_shared<Loss>(ending.status.error(), issuers_);
     held_ = last_ = ending;
     isAcknowledged_ = false;
@@ -161,7 +190,7 @@ void CollectiveQueue::letGo(Item item) {
 }
 
 void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   const bool held = isHeld();
   number(*work);
   if (held) {
@@ -194,81 +223,83 @@ void CollectiveQueue::enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) 
 
 // A caller may wait for work that another thread submits.
 void CollectiveQueue::tellWaiting() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   changed_.notify_all();
 }
 
-void CollectiveQueue::runFront(std::unique_lock<std::mutex>& lock) {
+void CollectiveQueue::runFront() {
   Item item = std::move(items_.front());
   items_.pop_front();
   begins(*item.work);
-  lock.unlock();
-  end(item.work, outcomeOf(*item.work, item.run));
-  letGo(std::move(item));
-  lock.lock();
+  {
+    const UnlockedScope unlocked(mutex_);
+    end(item.work, outcomeOf(*item.work, item.run));
+    letGo(std::move(item));
+  }
   running_ = false;
   changed_.notify_all();
 }
 
 void CollectiveQueue::runThread() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !running_ && (stopping_ || !items_.empty()); });
+    changed_.wait(mutex_,
+                  [&]() REQUIRES(mutex_) { return !running_ && (stopping_ || !items_.empty()); });
     if (items_.empty()) return;
-    runFront(lock);
+    runFront();
   }
 }
 
 thread_local int CollectiveQueue::OperationInterrupt::alive = 0;
 
 void CollectiveQueue::OperationInterrupt::giveUp(const std::string& why) {
-  group_.fail({ErrorCode::kAborted, "group '" + group_.name() + "' is over on " +
-                                        group_.nameRank(group_.rank()) + ": " + why +
+  const auto group = line_.current();
+  group->fail({ErrorCode::kAborted, "group '" + group->name() + "' is over on " +
+                                        group->nameRank(group->rank()) + ": " + why +
                                         ", in an operation. Destroy it and make it again"});
 }
 
-void CollectiveQueue::sleep(std::unique_lock<std::mutex>& lock, OperationInterrupt& interrupt,
-                            Deadline deadline) {
+void CollectiveQueue::sleep(OperationInterrupt& interrupt, Deadline deadline) {
   if (!interrupt.isActive() || interrupt.wasInterrupted()) {
-    changed_.wait_until(lock, deadline.when());
+    changed_.wait_until(mutex_, deadline.when());
     return;
   }
   const Deadline slice = Deadline::after(OperationInterrupt::kInterval);
-  if (changed_.wait_until(lock, slice.earlier(deadline).when()) == std::cv_status::no_timeout)
+  if (changed_.wait_until(mutex_, slice.earlier(deadline).when()) == std::cv_status::no_timeout)
     return;
-  lock.unlock();
+  const UnlockedScope unlocked(mutex_);
   interrupt.onSleep();
-  lock.lock();
 }
 
 void CollectiveQueue::help(const CollectiveWork& work) {
-  OperationInterrupt interrupt(group_);
-  std::unique_lock lock(mutex_);
+  OperationInterrupt interrupt(line_);
+  Lock lock(mutex_);
   while (!work.finished()) {
     if (!running_ && !items_.empty()) {
-      runFront(lock);
+      runFront();
     } else {
-      sleep(lock, interrupt, Deadline::at(Clock::time_point::max()));
+      sleep(interrupt, Deadline::at(Clock::time_point::max()));
     }
   }
   interrupt.rethrow();
 }
 
 bool CollectiveQueue::await(const CollectiveWork& work, Deadline deadline) {
-  OperationInterrupt interrupt(group_);
-  std::unique_lock lock(mutex_);
-  while (!work.finished() && !deadline.passed()) sleep(lock, interrupt, deadline);
+  OperationInterrupt interrupt(line_);
+  Lock lock(mutex_);
+  while (!work.finished() && !deadline.passed()) sleep(interrupt, deadline);
   interrupt.rethrow();
   return work.finished();
 }
 
 bool CollectiveQueue::drain(Deadline deadline) {
-  std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, deadline.when(), [&] { return !running_ && items_.empty(); });
+  Lock lock(mutex_);
+  return changed_.wait_until(mutex_, deadline.when(),
+                             [&]() REQUIRES(mutex_) { return !running_ && items_.empty(); });
 }
 
 uint64_t CollectiveQueue::called() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   (void)isHeld();
   return called_;
 }
@@ -276,13 +307,14 @@ uint64_t CollectiveQueue::called() {
 bool CollectiveQueue::acknowledgeLoss(Deadline deadline) {
   // Callbacks of operations before this point call theirs before it, on all ranks.
   const bool haveRun = completions_->drain(deadline);
-  OperationInterrupt interrupt(group_);
-  std::unique_lock lock(mutex_);
-  while ((running_ || !items_.empty()) && !deadline.passed()) sleep(lock, interrupt, deadline);
+  OperationInterrupt interrupt(line_);
+  Lock lock(mutex_);
+  while ((running_ || !items_.empty()) && !deadline.passed()) sleep(interrupt, deadline);
   interrupt.rethrow();
   if (!haveRun || running_ || !items_.empty()) {
+    const auto ours = line_.current();
     throwError({ErrorCode::kTimeout,
-                "acknowledge_loss on " + group_.nameRank(group_.rank()) +
+                "acknowledge_loss on " + ours->nameRank(ours->rank()) +
                     " timed out: operations that were called before, or callbacks of their "
                     "futures, have not ended. wait() for them first"});
   }

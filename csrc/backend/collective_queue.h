@@ -1,10 +1,8 @@
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 
@@ -16,7 +14,8 @@
 #include "backend/loss.h"
 #include "backend/signals.h"
 #include "base/deadline.h"
-#include "group/group.h"
+#include "base/mutex.h"
+#include "group/group_line.h"
 
 namespace mooncake {
 
@@ -35,10 +34,11 @@ namespace mooncake {
 // on all ranks.
 class CollectiveQueue {
  public:
-  using Run = std::function<Status()>;
+  // Runs the operation in the series that it falls into.
+  using Run = std::function<Status(Group& series)>;
 
-  // The group outlives stop(). `raises`: mode `raise`.
-  CollectiveQueue(Group& group, bool raises, std::shared_ptr<Completions> completions,
+  // The line outlives stop(). `raises`: mode `raise`.
+  CollectiveQueue(GroupLine& line, bool raises, std::shared_ptr<Completions> completions,
                   std::shared_ptr<CompletionHooks> hooks);
   ~CollectiveQueue();
   // Runs what is left (fail the group first to make that quick) and refuses whatever comes later.
@@ -49,7 +49,7 @@ class CollectiveQueue {
   template <typename R>
   void submit(const c10::intrusive_ptr<CollectiveWork>& work, bool async, R&& run) {
     if (!async && !CallbackScope::isActive() && tryBegin(*work)) {
-      const OperationInterrupt interrupt(group_);
+      const OperationInterrupt interrupt(line_);
       end(work, outcomeOf(*work, run));
       finishedOne();
       interrupt.rethrow();
@@ -67,6 +67,8 @@ class CollectiveQueue {
   bool await(const CollectiveWork& work, Deadline deadline);
   // Until everything that was called has ended or the deadline has passed.
   bool drain(Deadline deadline);
+  // Goes on to the line's next series, between two operations, if the current one has ended.
+  void moveOn() EXCLUDES(mutex_);
   // How many operations were called since the last loss that the caller has seen.
   uint64_t called();
   // Marks the last loss as seen, and begins the count of calls again. Waits until earlier calls and
@@ -88,7 +90,7 @@ class CollectiveQueue {
 
   class OperationInterrupt final : public Interruptible {
    public:
-    explicit OperationInterrupt(Group& group) : group_(group) { ++alive; }
+    explicit OperationInterrupt(GroupLine& line) : line_(line) { ++alive; }
     ~OperationInterrupt() { --alive; }
 
     // Number of these on the calling thread, of any group.
@@ -96,57 +98,66 @@ class CollectiveQueue {
 
    private:
     void giveUp(const std::string& why) override;
-    Group& group_;
+    GroupLine& line_;
   };
-  void sleep(std::unique_lock<std::mutex>& lock, OperationInterrupt& interrupt, Deadline deadline);
+  void sleep(OperationInterrupt& interrupt, Deadline deadline) REQUIRES(mutex_);
 
   // Runs it. What torch throws while it takes over results is the operation's own error: it must
   // neither end a thread nor leave the queue running for ever.
   template <typename R>
-  static Status outcomeOf(const CollectiveWork& work, R& run) {
+  Status outcomeOf(const CollectiveWork& work, R& run) {
     try {
-      return run();
+      for (;;) {
+        Status status = run(*series_);
+        if (status.code() != ErrorCode::kMoved || !beginSeries(&work)) return status;
+      }
     } catch (const std::exception& error) {
       return failureOf(work, error);
     }
   }
   static Status failureOf(const CollectiveWork& work, const std::exception& error);
-  bool tryBegin(CollectiveWork& work);  // true: nothing runs and nothing waits, the caller runs
-  void end(const c10::intrusive_ptr<CollectiveWork>& work, Status status);
-  void finishedOne();
-  void enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run);
-  void tellWaiting();
-  void runFront(std::unique_lock<std::mutex>& lock);
-  void runThread();
-  bool isHeld();
-  void release();
-  void number(CollectiveWork& work);
-  void begins(const CollectiveWork& work);
-  void noteUncounted(const CollectiveWork& work);
+  bool beginSeries(const CollectiveWork* next) EXCLUDES(mutex_);
+  // True: nothing runs and nothing waits, the caller runs.
+  bool tryBegin(CollectiveWork& work) EXCLUDES(mutex_);
+  void end(const c10::intrusive_ptr<CollectiveWork>& work, Status status) EXCLUDES(mutex_);
+  void finishedOne() EXCLUDES(mutex_);
+  void enqueue(c10::intrusive_ptr<CollectiveWork> work, Run run) EXCLUDES(mutex_);
+  void tellWaiting() EXCLUDES(mutex_);
+  void runFront() REQUIRES(mutex_);
+  void runThread() EXCLUDES(mutex_);
+  bool isHeld() REQUIRES(mutex_);
+  void release() REQUIRES(mutex_);
+  void number(CollectiveWork& work) REQUIRES(mutex_);
+  void begins(const CollectiveWork& work) REQUIRES(mutex_);
+  void noteUncounted(const CollectiveWork& work) EXCLUDES(mutex_);
   void letGo(Item item);
 
-  Group& group_;
+  GroupLine& line_;
   const bool raises_;
   const std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_;
   // See CallbackOrigin.
   const std::shared_ptr<std::atomic<size_t>> attached_ = std::make_shared<std::atomic<size_t>>(0);
+  Group* series_;                              // of whoever runs an operation
   std::shared_ptr<const GroupView> lastView_;  // of whoever runs an operation
   uint64_t numberBefore_ = 0;                  // of the group, before the operation that runs
-  std::mutex mutex_;                           // guards everything below
-  std::condition_variable changed_;
-  std::deque<Item> items_;
-  uint64_t called_ = 0;
-  std::optional<Ending> held_;  // what issued work ends with until the caller has seen its loss
-  std::optional<Ending> last_;  // the last loss
-  bool isAcknowledged_ = true;  // that one was
-  uint64_t era_ = 0;            // losses that were seen or acknowledged
-  uint64_t position_ = 0;       // calls, without callbacks' calls
-  uint64_t lossPosition_ = 0;   // of the call that the last loss ended
-  std::shared_ptr<Issuers> issuers_ = std::make_shared<Issuers>();  // in this era
-  uint64_t lastIssuer_ = 0;                                         // one of them; 0: none
-  bool running_ = false;                                            // somebody runs an operation
-  bool stopping_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  std::deque<Item> items_ GUARDED_BY(mutex_);
+  uint64_t called_ GUARDED_BY(mutex_) = 0;
+  // What issued work ends with until the caller has seen its loss.
+  std::optional<Ending> held_ GUARDED_BY(mutex_);
+  std::optional<Ending> last_ GUARDED_BY(mutex_);  // the last loss
+  bool isAcknowledged_ GUARDED_BY(mutex_) = true;  // that one was
+  uint64_t era_ GUARDED_BY(mutex_) = 0;            // losses that were seen or acknowledged
+  uint64_t position_ GUARDED_BY(mutex_) = 0;       // calls, without callbacks' calls
+  uint64_t lossPosition_ GUARDED_BY(mutex_) = 0;   // of the call that the last loss ended
+  // In this era.
+  std::shared_ptr<Issuers> issuers_ GUARDED_BY(mutex_) = std::make_shared<Issuers>();
+  uint64_t lastIssuer_ GUARDED_BY(mutex_) = 0;  // one of them; 0: none
+  bool running_ GUARDED_BY(mutex_) = false;     // somebody runs an operation
+  bool stopping_ GUARDED_BY(mutex_) = false;
+  // Started with the lock. stop() joins it without: no thread starts once stopping_ is set.
   std::thread thread_;
 };
 

@@ -99,7 +99,7 @@ void CollectiveWork::finish(Ending ending, Completions& completions) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     // Either getFuture() sees that we have finished, or we see its future.
-    std::lock_guard lock(futureMutex_);
+    Lock lock(futureMutex_);
     finished_.store(true, std::memory_order_release);
     future = future_;
   }
@@ -114,7 +114,7 @@ void CollectiveWork::finish(Ending ending, Completions& completions) {
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   throwIfError(completions()->start());
-  std::lock_guard lock(futureMutex_);
+  Lock lock(futureMutex_);
   if (future_) return future_;
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   if (!finished()) return future_;

@@ -3,7 +3,6 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "backend/callbacks.h"
 #include "backend/errors.h"
 #include "backend/profile.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "group/call.h"
 #include "group/flush_agent.h"
@@ -105,8 +105,8 @@ class CollectiveWork : public c10d::Work {
   std::atomic<bool> finished_{false};
   std::atomic<bool> isProfileEnded_{false};
   std::atomic<Callbacks::Moment> endMoment_{Callbacks::kNever};
-  std::mutex futureMutex_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  Mutex futureMutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_ GUARDED_BY(futureMutex_);
 };
 
 }  // namespace mooncake

@@ -21,7 +21,7 @@ void CompletionHooks::remove(int64_t id) {
 }
 
 void CompletionHooks::change(const std::function<void(Hooks&)>& how) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   auto hooks = std::make_shared<Hooks>(*hooks_);
   how(*hooks);
   any_.store(!hooks->empty(), std::memory_order_release);
@@ -31,7 +31,7 @@ void CompletionHooks::change(const std::function<void(Hooks&)>& how) {
 void CompletionHooks::tellAll(uint64_t key) const {
   std::shared_ptr<const Hooks> hooks;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     hooks = hooks_;
   }
   for (const auto& [id, hook] : *hooks) hook(key);

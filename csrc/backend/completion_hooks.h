@@ -5,7 +5,8 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -34,8 +35,8 @@ class CompletionHooks {
 
   std::atomic<uint64_t> nextKey_;
   std::atomic<bool> any_{false};
-  mutable std::mutex mutex_;            // guards hooks_
-  std::shared_ptr<const Hooks> hooks_;  // replaced as a whole
+  mutable Mutex mutex_;
+  std::shared_ptr<const Hooks> hooks_ GUARDED_BY(mutex_);  // replaced as a whole
 };
 
 }  // namespace mooncake

@@ -1,13 +1,12 @@
 #include "backend/completions.h"
 
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <utility>
 
 #include "backend/drains.h"
 #include "backend/loss.h"
 #include "base/fork.h"
+#include "base/mutex.h"
 #include "base/thread.h"
 
 namespace mooncake {
@@ -19,25 +18,24 @@ struct Completions::State final : Drain, std::enable_shared_from_this<State> {
   // This thread runs a task, and comes for the next one.
   static thread_local bool isRunner;
 
-  mutable std::mutex mutex;  // guards everything below
-  std::condition_variable changed;
-  std::deque<std::function<void()>> tasks;
-  size_t unfinished = 0;   // posted tasks that have not ended
-  bool hasRunner = false;  // a thread comes for the next task
-  bool isStopping = false;
+  mutable Mutex mutex;
+  Condition changed;
+  std::deque<std::function<void()>> tasks GUARDED_BY(mutex);
+  size_t unfinished GUARDED_BY(mutex) = 0;   // posted tasks that have not ended
+  bool hasRunner GUARDED_BY(mutex) = false;  // a thread comes for the next task
+  bool isStopping GUARDED_BY(mutex) = false;
   const uint32_t generation = forkGeneration();
 
-  // All with the lock.
-  Status start();
-  void runNext(std::unique_lock<std::mutex>& lock);
-  void runThread(std::unique_lock<std::mutex>& lock);
+  Status start() REQUIRES(mutex);
+  void runNext() REQUIRES(mutex);  // gives it back while the task runs
+  void runThread() REQUIRES(mutex);
 
-  bool isIdle() const override {
-    std::lock_guard lock(mutex);
+  bool isIdle() const override EXCLUDES(mutex) {
+    Lock lock(mutex);
     return unfinished == 0;
   }
   bool isCallerInside() const override { return home == this; }
-  bool drain(Deadline deadline) override;
+  bool drain(Deadline deadline) override EXCLUDES(mutex);
 };
 
 thread_local Completions::State* Completions::State::home = nullptr;
@@ -49,8 +47,8 @@ Status Completions::State::start() {
     const CallbackScope scope({});
     home = state.get();
     isRunner = true;
-    std::unique_lock lock(state->mutex);
-    state->runThread(lock);
+    Lock lock(state->mutex);
+    state->runThread();
   });
   if (!thread.ok()) return thread.error();
   thread->detach();
@@ -58,23 +56,24 @@ Status Completions::State::start() {
   return {};
 }
 
-void Completions::State::runNext(std::unique_lock<std::mutex>& lock) {
+void Completions::State::runNext() {
   auto task = std::move(tasks.front());
   tasks.pop_front();
-  lock.unlock();
-  task();
-  task = nullptr;
-  lock.lock();
+  {
+    const UnlockedScope unlocked(mutex);
+    task();
+    task = nullptr;
+  }
   --unfinished;
   changed.notify_all();
 }
 
-void Completions::State::runThread(std::unique_lock<std::mutex>& lock) {
+void Completions::State::runThread() {
   while (isRunner && !(isStopping && tasks.empty())) {
     if (tasks.empty()) {
-      changed.wait(lock);
+      changed.wait(mutex);
     } else {
-      runNext(lock);
+      runNext();
     }
   }
   if (isRunner) hasRunner = false;
@@ -83,12 +82,13 @@ void Completions::State::runThread(std::unique_lock<std::mutex>& lock) {
 
 bool Completions::State::drain(Deadline deadline) {
   if (isCallerInside()) return true;
-  std::unique_lock lock(mutex);
+  Lock lock(mutex);
   if (unfinished == 0) return true;
   if (!start().ok()) {  // nobody else runs them
-    while (!hasRunner && !tasks.empty()) runNext(lock);
+    while (!hasRunner && !tasks.empty()) runNext();
   }
-  return changed.wait_until(lock, deadline.when(), [&] { return unfinished == 0; });
+  return changed.wait_until(mutex, deadline.when(),
+                            [&]() REQUIRES(mutex) { return unfinished == 0; });
 }
 
 Completions::Completions() : state_(std::make_shared<State>()) { addDrain(state_); }
@@ -99,20 +99,21 @@ Completions::~Completions() {
     new std::shared_ptr<State>(state_);
     return;
   }
-  std::unique_lock lock(state_->mutex);
-  while (!state_->hasRunner && !state_->tasks.empty()) state_->runNext(lock);
+  Lock lock(state_->mutex);
+  while (!state_->hasRunner && !state_->tasks.empty()) state_->runNext();
   state_->isStopping = true;
   state_->changed.notify_all();
-  if (State::home != state_.get()) state_->changed.wait(lock, [&] { return !state_->hasRunner; });
+  if (State::home == state_.get()) return;
+  state_->changed.wait(state_->mutex, [&]() REQUIRES(state_->mutex) { return !state_->hasRunner; });
 }
 
 Status Completions::start() {
-  std::lock_guard lock(state_->mutex);
+  Lock lock(state_->mutex);
   return state_->start();
 }
 
 void Completions::post(std::function<void()> task) {
-  std::lock_guard lock(state_->mutex);
+  Lock lock(state_->mutex);
   state_->tasks.push_back(std::move(task));
   ++state_->unfinished;
   if (!state_->isStopping) (void)state_->start();
@@ -133,7 +134,7 @@ bool Completions::drain(Deadline deadline) {
 void Completions::giveWorkAway() {
   if (!State::isRunner) return;
   State* const state = State::home;
-  std::lock_guard lock(state->mutex);
+  Lock lock(state->mutex);
   state->hasRunner = false;
   State::isRunner = !state->start().ok();
   state->hasRunner = true;

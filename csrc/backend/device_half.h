@@ -36,6 +36,9 @@ class DeviceHalf {
 
   // Makes the group that shares memory of the device, or returns the one that there is. Collective.
   virtual std::shared_ptr<PeerSharing> sharing(const c10::Device& device) = 0;
+  // Ok, or why the group cannot go on with other members: it has kernels, graphs or shared memory
+  // that hold the present ones.
+  virtual Status mayMove() = 0;
   // Waits until work of devices that no operation on the host waits for has ended, or for the
   // deadline.
   virtual void drain(Deadline deadline) = 0;

@@ -2,11 +2,12 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <mutex>
 #include <new>
 #include <pthread.h>
 #include <utility>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 namespace {
@@ -14,8 +15,8 @@ namespace {
 // Never destroyed: threads may end after main(). A forked child begins with an empty one: it has
 // none of our threads, and a lock that one of them held at the fork would stay held there.
 struct Registry {
-  std::mutex mutex;
-  std::vector<std::weak_ptr<Drain>> living;
+  Mutex mutex;
+  std::vector<std::weak_ptr<Drain>> living GUARDED_BY(mutex);
 
   static Registry& instance() {
     alignas(Registry) static std::byte memory[sizeof(Registry)];
@@ -31,7 +32,7 @@ struct Registry {
 
 void addDrain(std::weak_ptr<Drain> drain) {
   Registry& registry = Registry::instance();
-  std::lock_guard lock(registry.mutex);
+  Lock lock(registry.mutex);
   std::erase_if(registry.living, [](const auto& known) { return known.expired(); });
   registry.living.push_back(std::move(drain));
 }
@@ -40,7 +41,7 @@ bool drainAll(Deadline deadline) {
   std::vector<std::shared_ptr<Drain>> all;
   {
     Registry& registry = Registry::instance();
-    std::lock_guard lock(registry.mutex);
+    Lock lock(registry.mutex);
     for (const auto& known : registry.living) {
       if (auto drain = known.lock()) all.push_back(std::move(drain));
     }

@@ -7,7 +7,7 @@
 namespace mooncake {
 
 Status GroupFacts::usable() const {
-  return group_.isOpen() ? group_.group().usable() : Status(ErrorCode::kAborted, "");
+  return group_.isOpen() ? group_.group()->usable() : Status(ErrorCode::kAborted, "");
 }
 
 uint64_t GroupFacts::epoch() const {
@@ -18,13 +18,15 @@ uint64_t GroupFacts::called() const { return group_.isOpen() ? group_.queue()->c
 
 std::vector<RankEvidence> GroupFacts::evidence() const {
   if (!group_.isOpen()) return {};
-  return evidenceIn(group_.group(), [this](int rank) { return group_.jobRank(rank); });
+  return evidenceIn(*group_.group(), [this](int rank) { return group_.jobRank(rank); });
 }
 
 std::vector<int> GroupFacts::survivors() const {
+  if (!group_.isOpen()) return {};
+  const auto group = group_.group();
   std::vector<int> ranks;
-  for (int r = 0; group_.isOpen() && r < group_.size(); ++r) {
-    if (group_.group().agent().isActive(r)) ranks.push_back(r);
+  for (int r = 0; r < group->size(); ++r) {
+    if (group->agent().isActive(r)) ranks.push_back(r);
   }
   return ranks;
 }
@@ -40,14 +42,14 @@ void GroupFacts::checkStanding() const {
 
 std::string GroupFacts::state() const {
   group_.refuseInForkedChild();
-  return describeState(group_.group());
+  return describeState(*group_.group());
 }
 
 std::string GroupFacts::transportTo(int rank) const {
   if (rank < 0 || rank >= group_.size())
     refuse("rank " + std::to_string(rank) + " is not in a group of " +
            std::to_string(group_.size()));
-  return group_.group().window().transportName(rank);
+  return group_.group()->window().transportName(rank);
 }
 
 }  // namespace mooncake

@@ -1,31 +1,31 @@
 #include "backend/host_calls.h"
 
-#include <mutex>
 #include <utility>
 
 #include "backend/calls/collective_calls.h"
 #include "backend/errors.h"
 #include "backend/profile.h"
+#include "base/mutex.h"
 #include "collectives/collectives.h"
 
 namespace mooncake {
 
 HostCalls::WorkPtr HostCalls::carryOut(const Collective& call) {
-  return submit(call, call.kind->onHost(call, group_.group()));
+  return submit(call, call.kind->onHost(call, *group_.group()));
 }
 
 HostCalls::WorkPtr HostCalls::submit(const Collective& call, HostRun run) {
   const auto work = newWork(call);
   auto plain = [parts = &group_.missingParts(), run = std::move(run),
-                use = MissingParts::useOf(call), name = call.kind->name] {
-    Status status = run(nullptr);
-    if (status.ok()) parts->ended(use, name);
+                use = MissingParts::useOf(call), name = call.kind->name](Group& series) {
+    Status status = run(series, nullptr);
+    if (status.ok()) parts->ended(use, name, series);
     return status;
   };
   CallOrder& order = group_.order();
   if (order.replays()) {
-    std::lock_guard lock(order.mutex());
-    order.follow(group_.group(), group_.queue(), work, nullptr, std::move(plain));
+    const Guard lock(order.mutex());
+    order.follow(group_.line(), group_.queue(), work, nullptr, std::move(plain));
   } else {
     group_.queue()->submit(work, call.isAsync, std::move(plain));
   }
@@ -33,9 +33,9 @@ HostCalls::WorkPtr HostCalls::submit(const Collective& call, HostRun run) {
 }
 
 void HostCalls::monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks) {
-  const auto run = [group = &group_.group(), waitAllRanks,
-                    timeout = group_.effective(opts.timeout)](InputFeed*) {
-    return mooncake::monitoredBarrier(*group, waitAllRanks, timeout);
+  const auto run = [waitAllRanks, timeout = group_.effective(opts.timeout)](Group& series,
+                                                                            InputFeed*) {
+    return mooncake::monitoredBarrier(series, waitAllRanks, timeout);
   };
   Collective call = barrierCall(opts);
   call.isAsync = false;
@@ -57,7 +57,7 @@ c10::intrusive_ptr<CollectiveWork> HostCalls::newWork(const Collective& call) {
 
 bool HostCalls::acknowledgeLoss() {
   group_.refuseInForkedChild();
-  throwIfError(group_.group().usable());
+  throwIfError(group_.group()->usable());
   if (Replays* const replays = group_.order().replays()) replays->settle(group_.deadline());
   return group_.queue()->acknowledgeLoss(group_.deadline());
 }

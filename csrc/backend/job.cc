@@ -6,8 +6,11 @@
 #include "backend/arguments.h"
 #include "backend/c10d_store.h"
 #include "backend/errors.h"
+#include "base/hash.h"
 #include "base/log.h"
+#include "engine/rendezvous/address_book.h"
 #include "engine/rendezvous/generation.h"
+#include "membership/membership_env.h"
 
 namespace mooncake {
 namespace {
@@ -15,6 +18,8 @@ namespace {
 // Rank 0 may live on, and its store, too: they are not waited for longer than this.
 constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
 constexpr auto kStoreEnds = std::chrono::milliseconds(50);
+// An attempt to join a job lasts so many failure timeouts.
+constexpr int kJoinAgain = 3;
 
 }  // namespace
 
@@ -47,7 +52,9 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
     Generation* const generation = joined->get();
     engine_ = lent_;  // an engine of an earlier generation ends before the next one is made
     if (!engine_) engine_ = makeEngine(store, generation->jobKey());
-    auto group = Group::create(engine_, *generation, options, deadline);
+    GroupOptions first = options;
+    first.identity = identityOf(*generation, options);
+    auto group = Group::create(engine_, *generation, std::move(first), deadline);
     if (group.ok()) {
       membership_ = (*group)->membership();
       return std::move(*group);
@@ -71,6 +78,65 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
   }
 }
 
+JobIdentity Job::identityOf(const Generation& generation, const GroupOptions& group) const {
+  return {.job = generation.id(),
+          .mode = group.raises ? "raise" : "continue",
+          .options = fnv1a({group.env.eagerBytes, group.mailboxBytes})};
+}
+
+bool Job::isRunning(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline) const {
+  C10dStore shared(store, deadline, "");
+  const auto generation = Generation::find(shared, rank_, env_.jobKey, deadline);
+  return generation.ok() &&
+         mooncake::published(**generation, Group::kPublished, size_, deadline).ok();
+}
+
+std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
+                                 const GroupOptions& options, Deadline deadline) {
+  if (rank_ != 0) rankZeroStore_ = store;
+  // The launcher's notices name the rank that this process replaces.
+  C10dStore shared(store, deadline, "");
+  const auto generation = Generation::find(shared, rank_, env_.jobKey, deadline);
+  if (!generation.ok()) throwError(shared.explain(generation.error()));
+  auto env = MembershipEnv::read();
+  if (!env.ok()) throwError(env.error());
+  for (;;) {
+    const auto published = mooncake::published(**generation, Group::kPublished, size_, deadline);
+    if (!published.ok()) throwError(shared.explain(published.error()));
+    JoinOptions asked{.identity = identityOf(**generation, options),
+                      .rank = rank_,
+                      .size = size_,
+                      .failureTimeout = env_.failureTimeout,
+                      .waitsFile = env->waitsFile};
+    for (const Bytes& one : *published) asked.members.push_back(orThrow(Group::endpointIn(one)));
+    engine_ = lent_ ? lent_ : makeEngine(store, (*generation)->jobKey());
+    // Members die meanwhile, and other processes come: then a new engine asks again.
+    const Deadline attempt = deadline.earlier(Deadline::after(kJoinAgain * env_.failureTimeout));
+    auto joined = Membership::join(engine_, std::move(asked), attempt);
+    if (joined.ok()) {
+      membership_ = std::move(*joined);
+      break;
+    }
+    const bool mayPass =
+        joined.error().code == ErrorCode::kTimeout || joined.error().code == ErrorCode::kPeerLost;
+    if (!mayPass || lent_ || deadline.passed()) throwError(joined.error());
+    log(LogLevel::kInfo, engine_->logName(), joined.error().message, "; it asks again");
+  }
+  // Later processes may find no founding member. Without the store, they find none of us either.
+  (void)publishLater(**generation, Group::kPublished, Group::publishedBy(*engine_));
+  EngineOptions own{.env = env_, .logName = engine_->logName()};
+  own.env.transports = {"inproc"};
+  own.jobKey = (*generation)->jobKey();
+  const auto alone = orThrow(Engine::create(std::move(own)));
+  alone_ = orThrow(Membership::start(
+      alone, {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(size_))}));
+  return makeAlone(options, deadline);
+}
+
+std::unique_ptr<Group> Job::makeAlone(GroupOptions options, Deadline deadline) const {
+  return orThrow(Group::createWithin(alone_, std::move(options), deadline));
+}
+
 // A rank that is out of the job makes no groups.
 std::unique_ptr<Group> Job::makeGroup(GroupOptions options, Deadline deadline) const {
   if (hasLeft_) throwError({ErrorCode::kAborted, "the process group was destroyed"});
@@ -79,20 +145,35 @@ std::unique_ptr<Group> Job::makeGroup(GroupOptions options, Deadline deadline) c
 }
 
 void Job::add(const void* group, std::function<void(Farewell::How)> leave) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   groups_.emplace_back(group, std::move(leave));
 }
 
 void Job::remove(const void* group) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::erase_if(groups_, [&](const auto& one) { return one.first == group; });
 }
 
 void Job::leaveOthers(const void* group, Farewell::How how) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   for (const auto& [other, leave] : groups_) {
     if (other != group) leave(how);
   }
+}
+
+std::string Job::nameLine(const std::string& group, const std::vector<int>& ranks) {
+  std::string name = "line " + group;
+  for (const int rank : ranks) name += "/" + std::to_string(rank);
+  Lock lock(linesMutex_);
+  for (int number = 1;; ++number) {
+    const auto [place, isNew] = lines_.insert(name + "#" + std::to_string(number));
+    if (isNew) return *place;
+  }
+}
+
+void Job::freeLine(const std::string& name) {
+  Lock lock(linesMutex_);
+  lines_.erase(name);
 }
 
 void Job::awaitRankZerosExit(const Group& group) const {
@@ -111,7 +192,7 @@ void Job::sayGoodbye(const Farewell& farewell) {
   // The lent engine's owner opens a peer again to which it transfers.
   const Deadline budget = Deadline::after(env_.failureTimeout);
   for (int rank = 0; membership_ && rank < membership_->size(); ++rank) {
-    const auto& peer = membership_->peer(rank);
+    const auto peer = membership_->peer(rank);
     if (!peer) continue;
     const Status forgotten = engine_->forget(peer, budget);
     if (!forgotten.ok()) log(LogLevel::kInfo, engine_->logName(), forgotten.error().message);

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,7 +13,9 @@
 #include "backend/backend_options.h"
 #include "backend/completions.h"
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "engine/engine.h"
+#include "engine/rendezvous/generation.h"
 #include "group/group.h"
 
 namespace mooncake {
@@ -29,6 +31,14 @@ class Job {
   // group. Called once, before all other functions.
   std::unique_ptr<Group> begin(const c10::intrusive_ptr<c10d::Store>& store,
                                const GroupOptions& group, Deadline deadline);
+  // Whether a job runs that was begun over this store.
+  bool isRunning(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline) const;
+  // In place of begin(), in a new process: becomes a rank of the job that runs, in place of a lost
+  // one. Returns a group of the job's size that has this rank alone.
+  std::unique_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
+                              const GroupOptions& group, Deadline deadline);
+  // Of a process that has joined the job: a group of these ranks that has this one alone.
+  std::unique_ptr<Group> makeAlone(GroupOptions options, Deadline deadline) const;
   // Collective over the ranks of the new group, which are ranks of this job.
   std::unique_ptr<Group> makeGroup(GroupOptions options, Deadline deadline) const;
 
@@ -45,11 +55,17 @@ class Job {
   // the job's peers.
   void sayGoodbye(const Farewell& farewell);
 
+  // A name for the line of a group of these ranks, the same on all members that make lines in the
+  // same order, and of no other line that lives.
+  std::string nameLine(const std::string& group, const std::vector<int>& ranks);
+  void freeLine(const std::string& name);
+
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   const std::shared_ptr<Completions>& completions() const { return completions_; }
   const std::shared_ptr<Membership>& membership() const { return membership_; }
 
  private:
+  JobIdentity identityOf(const Generation& generation, const GroupOptions& group) const;
   std::shared_ptr<Engine> makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
                                      const Bytes& jobKey) const;
 
@@ -64,8 +80,12 @@ class Job {
   std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Completions> completions_ = std::make_shared<Completions>();
   std::shared_ptr<Membership> membership_;
-  std::mutex mutex_;  // guards groups_, also while they leave
-  std::vector<std::pair<const void*, std::function<void(Farewell::How)>>> groups_;
+  std::shared_ptr<Membership> alone_;  // of this rank alone; null: it has begun the job
+  Mutex mutex_;                        // also held while they leave
+  std::vector<std::pair<const void*, std::function<void(Farewell::How)>>> groups_
+      GUARDED_BY(mutex_);
+  Mutex linesMutex_;
+  std::set<std::string> lines_ GUARDED_BY(linesMutex_);
   std::atomic<bool> hasLeft_{false};
 };
 

@@ -26,7 +26,7 @@ void Leaving::shutdown() {
   Job& job = group_.job();
   const bool isFirst = !group_.isWithinWorld();
   if (isFirst) job.leaveOthers(this, Farewell::How::kDestroyed);
-  if (leaveGroup() && isFirst) job.awaitRankZerosExit(group_.group());
+  if (leaveGroup() && isFirst) job.awaitRankZerosExit(*group_.group());
   if (isFirst) job.sayGoodbye({});
 }
 
@@ -37,17 +37,17 @@ bool Leaving::drainQueue(Farewell::How how, Deadline budget) {
   CollectiveQueue& queue = *group_.queue();
   if (how == Farewell::How::kDestroyed) return queue.drain(budget);
   while (!queue.drain(budget.earlier(Deadline::after(kLookAtLeavers)))) {
-    if (budget.passed() || group_.group().agent().doAllLeave()) return false;
+    if (budget.passed() || group_.group()->agent().doAllLeave()) return false;
   }
   return true;
 }
 
 bool Leaving::leaveGroup(Farewell::How how) {
   if (!group_.isOpen() || group_.isForkedChild()) return false;
-  std::lock_guard lock(mutex_);
-  Group& group = group_.group();
+  Lock lock(mutex_);
+  const std::shared_ptr<Group> group = group_.group();
   const Deadline budget = Deadline::after(group_.options().env.failureTimeout);
-  const bool usable = group.usable().ok();
+  const bool usable = group->usable().ok();
   // A signal handler has interrupted a wait of this thread, which goes on when the handler returns:
   // the handler waits for no operation.
   const bool isInside = Interruptible::isHandling();
@@ -56,18 +56,19 @@ bool Leaving::leaveGroup(Farewell::How how) {
       usable && how != Farewell::How::kFailed && drainQueue(how, isInside ? atOnce() : budget);
   if (isIdle) {
     if (how == Farewell::How::kDestroyed) {
-      group.leave(budget);
+      (void)group_.line().settle(budget);  // others may need the series before this one
+      group->leave(budget);
     } else {
-      group.awaitEnded(budget);
+      group->awaitEnded(budget);
     }
   }
   const Error over{ErrorCode::kAborted,
                    isInside && usable && !isIdle
                        ? "group '" + group_.options().groupName + "' on " +
-                             group.nameRank(group_.rank()) +
+                             group->nameRank(group_.rank()) +
                              " was destroyed by a signal handler, in this operation of it"
                        : LiveGroup::kDestroyed};
-  group.fail(over);
+  group->fail(over);
   if (isInside) {
     group_.messages()->messages().abort(over);
   } else {

@@ -1,8 +1,7 @@
 #pragma once
 
-#include <mutex>
-
 #include "backend/live_group.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -41,7 +40,7 @@ class Leaving {
 
   LiveGroup& group_;
   DeviceHalf& devices_;
-  std::mutex mutex_;  // one leaveGroup() at a time
+  Mutex mutex_;  // one leaveGroup() at a time
 };
 
 }  // namespace mooncake

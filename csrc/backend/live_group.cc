@@ -34,7 +34,9 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
       size_(size),
       options_(std::move(options)),
       isWithinWorld_(world != nullptr),
-      activeRanks_(std::move(activeRanks)) {
+      activeRanks_(std::move(activeRanks)),
+      events_(std::make_shared<SeriesEvents>(
+          [ranks = activeRanks_](const GroupView& view) { ranks->show(view); })) {
   checkRanks(options_.globalRanks);
   const Deadline init = deadline();
   if (options_.capacity == 0) options_.capacity = size;
@@ -44,18 +46,53 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
     job_ = world->job_;
     if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
     options_.groupEnv = world->options_.groupEnv;
-    group_ = job_->makeGroup(groupOptions(), init);
+    if (options_.isNewcomer) {
+      events_->begin(0);
+      startLine(job_->makeAlone(events_->with(groupOptions(), 0), init));
+    } else {
+      startLine(job_->makeGroup(events_->with(groupOptions(), 1), init));
+    }
   } else {
     job_ = std::make_shared<Job>(rank, size, options_);
-    group_ = job_->begin(store, groupOptions(), init);
+    if (options_.mayBegin && options_.isNewcomer)
+      options_.isNewcomer = job_->isRunning(store, init);
+    if (options_.isNewcomer) {
+      events_->begin(0);
+      startLine(job_->join(store, events_->with(groupOptions(), 0), init));
+    } else {
+      startLine(job_->begin(store, events_->with(groupOptions(), 1), init));
+    }
     options_.mergeMembers = nullptr;
     options_.launcherKey.clear();  // groups that come from this one have other ranks
   }
-  missingParts_ = std::make_unique<MissingParts>(*group_, options_.readsActiveRanks);
+  missingParts_ = std::make_unique<MissingParts>(*line_, options_.readsActiveRanks);
   completions_ = job_->completions();
-  messages_ = std::make_shared<MessageDriver>(*group_, completions_,
-                                              options_.lostMessagesReturn && !options_.raises);
-  queue_ = std::make_shared<CollectiveQueue>(*group_, options_.raises, completions_, hooks_);
+  messages_ = makeMessages(*group());
+  queue_ = std::make_shared<CollectiveQueue>(*line_, options_.raises, completions_, hooks_);
+  throwIfError(line_->start());
+}
+
+std::shared_ptr<MessageDriver> LiveGroup::makeMessages(Group& group) const {
+  return std::make_shared<MessageDriver>(group, completions_,
+                                         options_.lostMessagesReturn && !options_.raises);
+}
+
+std::shared_ptr<MessageDriver> LiveGroup::messages() const {
+  Lock lock(messagesMutex_);
+  return messages_;
+}
+
+void LiveGroup::moveTo(Group& to, const std::vector<bool>& stays) {
+  missingParts_->movedTo(to);
+  if (!line_->isNewcomer()) return messages()->messages().move(to, stays);
+  // Alone, this rank had nobody to exchange messages with.
+  const auto alone = messages();
+  auto joined = makeMessages(to);
+  {
+    Lock lock(messagesMutex_);
+    messages_ = std::move(joined);
+  }
+  (void)alone->stop();
 }
 
 GroupOptions LiveGroup::groupOptions() const {
@@ -65,27 +102,45 @@ GroupOptions LiveGroup::groupOptions() const {
           .globalRanks = options_.globalRanks,
           .env = options_.groupEnv,
           .mailboxBytes = kMailboxBytes,
-          .raises = options_.raises,
-          .onView = [ranks = activeRanks_](const GroupView& view) { ranks->show(view); }};
+          .raises = options_.raises};
+}
+
+void LiveGroup::startLine(std::unique_ptr<Group> first) {
+  GroupOptions series = groupOptions();
+  for (int r = 0; r < size_; ++r) series.jobRanks.push_back(jobRank(r));
+  lineName_ = job_->nameLine(options_.groupName, series.jobRanks);
+  line_ = std::make_unique<GroupLine>(
+      std::move(first), events_,
+      GroupLine::Options{
+          .job = job_->membership(),
+          .group = std::move(series),
+          .identity = lineName_,
+          .isNewcomer = options_.isNewcomer,
+          .onDue = [this] { queue_->moveOn(); },
+          .onMove = [this](Group& to, const std::vector<bool>& stays) { moveTo(to, stays); }});
 }
 
 std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t slotBytes,
-                                            size_t mailboxBytes, bool raises, Deadline deadline,
+                                            size_t pushBytes, bool raises, Deadline deadline,
                                             std::function<void(const GroupView&)> onView) const {
   refuseInForkedChild();
   if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
   // createWithin() takes the global ranks for ranks of the job. In a job of its own, a group has
   // other ranks.
-  GroupOptions options{.name = options_.groupName + "/" + purpose,
-                       .rank = rank_,
-                       .size = size_,
-                       .globalRanks = isWithinWorld_ ? options_.globalRanks : std::vector<int>(),
-                       .env = options_.groupEnv,
-                       .slotBytes = slotBytes,
-                       .mailboxBytes = mailboxBytes,
-                       .raises = raises,
-                       .onView = std::move(onView)};
-  return job_->makeGroup(std::move(options), deadline);
+  // Groups of one name are counted, and a process that comes later has made none of the earlier ones.
+  const uint32_t series = line_->series();
+  GroupOptions options{
+      .name = options_.groupName + "/" + purpose + (series > 1 ? "@" + std::to_string(series) : ""),
+      .rank = rank_,
+      .size = size_,
+      .globalRanks = isWithinWorld_ ? options_.globalRanks : std::vector<int>(),
+      .env = options_.groupEnv,
+      .slotBytes = slotBytes,
+      .pushBytes = pushBytes,
+      .raises = raises,
+      .onView = std::move(onView)};
+  return line_->isNewcomer() ? job_->makeAlone(std::move(options), deadline)
+                             : job_->makeGroup(std::move(options), deadline);
 }
 
 void LiveGroup::refuseInForkedChild() const {
@@ -104,8 +159,10 @@ int LiveGroup::jobRank(int rank) const {
 }
 
 bool LiveGroup::stop() {
-  return order_.stop(Deadline::after(kToGetOut)) && queue_->stop(Deadline::after(kToGetOut)) &&
-         messages_->stop();
+  const bool noReplays = order_.stop(Deadline::after(kToGetOut));
+  const bool noCalls = queue_->stop(Deadline::after(kToGetOut));
+  line_->stop();
+  return noReplays && noCalls && messages_->stop();
 }
 
 void LiveGroup::drop() {
@@ -113,7 +170,8 @@ void LiveGroup::drop() {
   queue_.reset();
   messages_.reset();
   missingParts_.reset();
-  group_.reset();
+  line_.reset();
+  job_->freeLine(lineName_);
   completions_.reset();
   job_.reset();
   options_.engine.reset();
@@ -124,7 +182,7 @@ void LiveGroup::leak() {
   leakOne(queue_);
   leakOne(messages_);
   leakOne(missingParts_);
-  leakOne(group_);
+  leakOne(line_);
   leakOne(completions_);
   leakOne(job_);
 }

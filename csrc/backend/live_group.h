@@ -19,7 +19,8 @@
 #include "backend/message_driver.h"
 #include "backend/missing_parts.h"
 #include "base/fork.h"
-#include "group/group.h"
+#include "base/mutex.h"
+#include "group/group_line.h"
 
 namespace mooncake {
 
@@ -61,17 +62,19 @@ class LiveGroup {
   // Makes a group of the same ranks in the same job, for operations of another module. Collective
   // over the group. Throws.
   // `onView`: see GroupOptions.
-  std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes,
-                                   size_t mailboxBytes, bool raises, Deadline deadline,
+  std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes, size_t pushBytes,
+                                   bool raises, Deadline deadline,
                                    std::function<void(const GroupView&)> onView = {}) const;
 
   Job& job() const { return *job_; }
-  Group& group() const { return *group_; }
+  // The series in which calls run now.
+  std::shared_ptr<Group> group() const { return line_->current(); }
+  GroupLine& line() const { return *line_; }
   MissingParts& missingParts() const { return *missingParts_; }
   const std::shared_ptr<Completions>& completions() const { return completions_; }  // the job's
   const std::shared_ptr<CompletionHooks>& hooks() const { return hooks_; }
   const std::shared_ptr<ActiveRanks>& activeRanks() const { return activeRanks_; }
-  const std::shared_ptr<MessageDriver>& messages() const { return messages_; }
+  std::shared_ptr<MessageDriver> messages() const EXCLUDES(messagesMutex_);
   const std::shared_ptr<CollectiveQueue>& queue() const { return queue_; }
   CallOrder& order() { return order_; }
   Coalescing& batches() { return batches_; }
@@ -84,6 +87,9 @@ class LiveGroup {
 
  private:
   GroupOptions groupOptions() const;
+  void startLine(std::unique_ptr<Group> first);
+  std::shared_ptr<MessageDriver> makeMessages(Group& group) const;
+  void moveTo(Group& to, const std::vector<bool>& stays);
 
   const int rank_, size_;
   BackendOptions options_;
@@ -94,8 +100,11 @@ class LiveGroup {
   std::shared_ptr<Job> job_;
   std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_ = std::make_shared<CompletionHooks>();
-  std::unique_ptr<Group> group_;
+  std::shared_ptr<SeriesEvents> events_;
+  std::string lineName_;
+  std::unique_ptr<GroupLine> line_;
   std::unique_ptr<MissingParts> missingParts_;
+  mutable Mutex messagesMutex_;  // of the pointer; a newcomer gets another one when it has joined
   std::shared_ptr<MessageDriver> messages_;
   std::shared_ptr<CollectiveQueue> queue_;
   CallOrder order_;

@@ -45,12 +45,12 @@ uint64_t Issuers::thisThread() {
 void Issuers::add(uint64_t thread) {
   thread_local const bool isLeftOut = isAutogradsThread();
   if (isLeftOut) return;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   threads_.insert(thread);
 }
 
 bool Issuers::includes(uint64_t thread) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return threads_.empty() || threads_.contains(thread);
 }
 

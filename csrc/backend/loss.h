@@ -3,9 +3,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <set>
 
+#include "base/mutex.h"
 #include "base/result.h"
 
 namespace mooncake {
@@ -61,8 +61,8 @@ class Issuers {
   bool includes(uint64_t thread) const;
 
  private:
-  mutable std::mutex mutex_;
-  std::set<uint64_t> threads_;
+  mutable Mutex mutex_;
+  std::set<uint64_t> threads_ GUARDED_BY(mutex_);
 };
 
 // A loss that ended an operation in mode `raise`. Operations that the program calls before it has

@@ -25,29 +25,28 @@ constexpr auto kToGetOut = std::chrono::seconds(10);
 
 MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completions,
                              bool lostMessagesReturn)
-    : group_(group),
-      completions_(std::move(completions)),
+    : completions_(std::move(completions)),
       lostMessagesReturn_(lostMessagesReturn),
       messages_(group) {}
 
 bool MessageDriver::stop() {
   bool isFirst;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     isFirst = !std::exchange(stopping_, true);
     changed_.notify_all();
   }
   if (isFirst) {  // the second time the group may be gone
     if (thread_.joinable()) thread_.join();
     messages_.abort({ErrorCode::kAborted, "the group was destroyed"});
-    std::unique_lock lock(mutex_);
-    notifyFinished(lock);
+    Lock lock(mutex_);
+    notifyFinished();
   }
   return messages_.close(Deadline::after(kToGetOut));
 }
 
 Status MessageDriver::watch() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (stopping_ || pending_) return {};
   if (!thread_.joinable()) {
     auto thread = startThread("mooncake-msg", [this] { run(); });
@@ -61,30 +60,30 @@ Status MessageDriver::watch() {
 
 void MessageDriver::whenFinished(std::shared_ptr<Message> message, std::function<void()> task) {
   {
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     waiting_.emplace_back(message, std::move(task));
-    notifyFinished(lock);
+    notifyFinished();
   }
   const Status watched = watch();
   if (watched.ok()) return;
   messages_.cancel(*message, watched.error());
-  std::unique_lock lock(mutex_);
-  notifyFinished(lock);
+  Lock lock(mutex_);
+  notifyFinished();
 }
 
 void MessageDriver::settleWhenFinished(std::shared_ptr<Message> message,
                                        std::function<void()> task) {
   if (message->finished()) return settle(std::move(task));
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     settling_.emplace_back(message, std::move(task));
   }
   const Status watched = watch();
-  group_.window().bell().ring();  // the thread may sleep there for an earlier message
+  messages_.ring();  // the thread may sleep there for an earlier message
   if (watched.ok()) return;
   messages_.cancel(*message, watched.error());
-  std::unique_lock lock(mutex_);
-  notifyFinished(lock);
+  Lock lock(mutex_);
+  notifyFinished();
 }
 
 void MessageDriver::settle(std::function<void()> task) {
@@ -100,26 +99,25 @@ MessageDriver::Tasks MessageDriver::takeFinished(Tasks& tasks) {
   return taken;
 }
 
-// With the lock, which it gives away while tasks run.
-void MessageDriver::notifyFinished(std::unique_lock<std::mutex>& lock) {
+// Gives the lock away while tasks run.
+void MessageDriver::notifyFinished() {
   Tasks settled = takeFinished(settling_);
   Tasks notified = takeFinished(waiting_);
-  lock.unlock();
+  const UnlockedScope unlocked(mutex_);
   for (auto& [message, task] : settled) settle(std::move(task));
   for (auto& [message, task] : notified) completions_->post(std::move(task));
-  lock.lock();
 }
 
 bool MessageDriver::isSomeFinished() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return std::ranges::any_of(settling_, [](const auto& t) { return t.first->finished(); });
 }
 
-// Without the lock. Sleeps at the doorbell until there is news. Returns whether nothing is under way.
+// Sleeps at the doorbell until there is news. Returns whether nothing is under way.
 bool MessageDriver::look() {
   bool isIdle = messages_.progress();
   const bool awaitsData = messages_.awaitsData();
-  Waiter waiter = group_.waiter(Deadline::after(awaitsData ? kLookForData : kLookAlone));
+  Waiter waiter = messages_.waiter(Deadline::after(awaitsData ? kLookForData : kLookAlone));
   waiter.spin = {.pauses = 0, .yields = 0};
   waiter.until([&] {
     isIdle = messages_.progress();
@@ -129,24 +127,25 @@ bool MessageDriver::look() {
 }
 
 void MessageDriver::run() {
-  std::unique_lock lock(mutex_);
+  const auto isDue = [&]() REQUIRES(mutex_) { return stopping_ || isUrgent(); };
+  Lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return stopping_ || pending_; });
+    changed_.wait(mutex_, [&]() REQUIRES(mutex_) { return stopping_ || pending_; });
     // Stays awake for a while after the last message, so that a series of them does not wake it one
     // by one.
-    changed_.wait_for(lock, kGrace, [&] { return stopping_ || isUrgent(); });
+    changed_.wait_for(mutex_, kGrace, isDue);
     while (!stopping_ && pending_) {
       pending_ = false;  // a message that is posted meanwhile sets it again
       const bool looks = isUrgent() || messages_.drivers() == 0;
       lock.unlock();
       const bool isIdle = looks && look();
       lock.lock();
-      notifyFinished(lock);
+      notifyFinished();
       if (looks) {
         pending_ = pending_ || !isIdle || !waiting_.empty() || !settling_.empty();
       } else {
         pending_ = true;
-        changed_.wait_for(lock, kLookBesideWaiter, [&] { return stopping_ || isUrgent(); });
+        changed_.wait_for(mutex_, kLookBesideWaiter, isDue);
       }
     }
     if (stopping_) return;

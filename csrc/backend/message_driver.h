@@ -1,14 +1,13 @@
 #pragma once
 
-#include <condition_variable>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "backend/completions.h"
+#include "base/mutex.h"
 #include "collectives/point_to_point.h"
 #include "group/group.h"
 
@@ -47,23 +46,24 @@ class MessageDriver {
   // The tasks of finished messages, taken out of the list.
   static Tasks takeFinished(Tasks& tasks);
   void run();
-  bool look();
-  bool isUrgent() const { return !settling_.empty() || messages_.awaitsData(); }
-  bool isSomeFinished();
+  bool look() EXCLUDES(mutex_);
+  bool isUrgent() const REQUIRES(mutex_) { return !settling_.empty() || messages_.awaitsData(); }
+  bool isSomeFinished() EXCLUDES(mutex_);
   void settle(std::function<void()> task);
-  void notifyFinished(std::unique_lock<std::mutex>& lock);
+  void notifyFinished() REQUIRES(mutex_);
 
-  Group& group_;
   const std::shared_ptr<Completions> completions_;
   const bool lostMessagesReturn_;
   PointToPoint messages_;
-  std::mutex mutex_;  // guards everything below
-  std::condition_variable changed_;
-  bool pending_ = false;
-  bool stopping_ = false;
-  Tasks waiting_;
-  Tasks settling_;
-  std::thread thread_;  // started by the first message that is not finished at once
+  Mutex mutex_;
+  Condition changed_;
+  bool pending_ GUARDED_BY(mutex_) = false;
+  bool stopping_ GUARDED_BY(mutex_) = false;
+  Tasks waiting_ GUARDED_BY(mutex_);
+  Tasks settling_ GUARDED_BY(mutex_);
+  // Started, with the lock, by the first message that is not finished at once. stop() joins it
+  // without: no thread starts once stopping_ is set.
+  std::thread thread_;
 };
 
 }  // namespace mooncake

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <cstddef>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "backend/calls/collective.h"
-#include "group/group.h"
+#include "base/mutex.h"
+#include "group/group_line.h"
 
 namespace mooncake {
 
@@ -19,12 +19,14 @@ class MissingParts {
   // What a program may make of a result.
   enum class Use { kOther, kSumInBackward, kGather };
 
-  // `isWatched`: the program has given active_ranks. The group outlives this object's calls.
-  MissingParts(const Group& group, bool isWatched);
+  // `isWatched`: the program has given active_ranks. The line outlives this object's calls.
+  MissingParts(const GroupLine& line, bool isWatched);
   // On the thread that calls it. Our hooks for DDP take the mean, which is right after a loss, too.
   static Use useOf(const Collective& call);
+  // The group has moved to this series: its members are counted anew.
+  void movedTo(const Group& series);
   // The operation that this thread runs has ended well.
-  void ended(Use use, const char* verb);
+  void ended(Use use, const char* verb, const Group& series);
   // The call goes to a kernel. Nothing on the host sees its end, so this looks at the ranks of now.
   void launched(const Collective& call);
   // The program reads which ranks contribute.
@@ -32,13 +34,13 @@ class MissingParts {
 
  private:
   bool mayWarn() const;
-  void note(Use use, const std::string& verb, const GroupView& contributors);
+  void note(Use use, const std::string& verb, const Group& series, const GroupView& contributors);
 
-  const Group& group_;
+  const GroupLine& line_;
   const bool isWatched_;
-  const std::vector<int> members_;  // when the group began
-  std::mutex mutex_;                // guards left_
-  size_t left_;                     // members at the last warning
+  Mutex mutex_;
+  std::vector<int> members_ GUARDED_BY(mutex_);  // when the series began
+  size_t left_ GUARDED_BY(mutex_);               // members at the last warning
 };
 
 }  // namespace mooncake

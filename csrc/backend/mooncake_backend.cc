@@ -54,7 +54,7 @@ void MooncakeBackend::abort() {
   devices_->fail(why);
   group_.refuseInForkedChild();
   abortHooks_.run();
-  group_.group().fail(why);
+  group_.group()->fail(why);
   group_.messages()->messages().abort(why);
 }
 
@@ -68,7 +68,7 @@ void MooncakeBackend::registerCompletionHook(int64_t id, c10d::CompletionHook ho
 c10::intrusive_ptr<c10d::Window> MooncakeBackend::new_window(
     const std::optional<at::Tensor>& tensor) {
   group_.refuseInForkedChild();
-  throwIfError(group_.group().usable());
+  throwIfError(group_.group()->usable());
   auto window = c10::make_intrusive<TorchWindow>(*this);
   if (tensor) window->tensor_register(*tensor, true);
   return window;
@@ -77,7 +77,7 @@ c10::intrusive_ptr<c10d::Window> MooncakeBackend::new_window(
 
 at::Tensor MooncakeBackend::allocateTensor(long size, at::TensorOptions options) {
   group_.refuseInForkedChild();
-  throwIfError(group_.group().usable());
+  throwIfError(group_.group()->usable());
   return tensorInArena(*group_.job().engine(), size, options);
 }
 

@@ -18,6 +18,7 @@
 #include "backend/leaving.h"
 #include "backend/live_group.h"
 #include "backend/message_calls.h"
+#include "backend/replacing.h"
 
 // torch has no macro of its own for hooks at the end of an operation.
 #if defined(C10D_BACKEND_HAS_HOOKS) && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15)
@@ -42,6 +43,7 @@ class MooncakeBackend : public C10dVerbs {
   const MessageCalls& messages() const { return messages_; }
   DeviceHalf& devices() { return *devices_; }
   Leaving& leaving() { return leaving_; }
+  Replacing& replacing() { return replacing_; }
 
   const std::string getBackendName() const override { return group_.options().name; }
   // The options that a split-off group starts with; the copy is the caller's. This function and
@@ -109,6 +111,7 @@ class MooncakeBackend : public C10dVerbs {
   HostCalls host_{group_};
   MessageCalls messages_{group_};
   const std::unique_ptr<DeviceHalf> devices_;  // ends before the group, after Leaving::close()
+  Replacing replacing_{group_, *devices_};
   Leaving leaving_;
 };
 

@@ -26,6 +26,7 @@ const char* kindOf(const Evidence* seen, const Membership::Seen* accused) {
     case Cause::kUnreachable:
       return "unreachable";
     case Cause::kExcludes:
+    case Cause::kSeatTaken:
       return "excludes";
   }
   return "?";

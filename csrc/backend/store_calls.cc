@@ -1,9 +1,8 @@
 #include "backend/store_calls.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 
+#include "base/mutex.h"
 #include "base/thread.h"
 
 namespace mooncake {
@@ -17,17 +16,17 @@ constexpr auto kAnswers = std::chrono::seconds(1);
 
 // Shared with the thread, which may outlive the StoreCalls.
 struct StoreCalls::State {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::function<void()> task;  // that the thread has not taken yet
-  bool isBusy = false;         // from the moment that a task is given until it has run
-  Clock::time_point began;     // of the task, while isBusy
-  bool isOver = false;
+  Mutex mutex;
+  Condition changed;
+  std::function<void()> task GUARDED_BY(mutex);  // that the thread has not taken yet
+  bool isBusy GUARDED_BY(mutex) = false;  // from the moment that a task is given until it has run
+  Clock::time_point began GUARDED_BY(mutex);  // of the task, while isBusy
+  bool isOver GUARDED_BY(mutex) = false;
 
   void serve() {
-    std::unique_lock lock(mutex);
+    Lock lock(mutex);
     for (;;) {
-      changed.wait(lock, [this] { return task || isOver; });
+      changed.wait(mutex, [this]() REQUIRES(mutex) { return task || isOver; });
       if (!task) return;
       auto current = std::exchange(task, nullptr);
       lock.unlock();
@@ -42,7 +41,7 @@ struct StoreCalls::State {
 
 StoreCalls::~StoreCalls() {
   if (!state_) return;
-  std::unique_lock lock(state_->mutex);
+  Lock lock(state_->mutex);
   state_->isOver = true;
   state_->changed.notify_all();
   const bool isBusy = state_->isBusy;
@@ -66,23 +65,23 @@ Status StoreCalls::start() {
 Status StoreCalls::runTask(std::function<void()> task) {
   if (!state_) MOONCAKE_TRY(start());
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
+  Lock lock(state.mutex);
   const auto since = state.isBusy ? state.began : Clock::now();
   const auto end = std::max(until_.when(), since + kAnswers);
-  const auto isFree = [&state] { return !state.isBusy; };
-  if (state.changed.wait_until(lock, end, isFree)) {
+  const auto isFree = [&state]() REQUIRES(state.mutex) { return !state.isBusy; };
+  if (state.changed.wait_until(state.mutex, end, isFree)) {
     state.task = std::move(task);
     state.isBusy = true;
     state.began = Clock::now();
     state.changed.notify_all();
-    if (state.changed.wait_until(lock, end, isFree)) return {};
+    if (state.changed.wait_until(state.mutex, end, isFree)) return {};
   }
   return {ErrorCode::kTimeout, "the store did not answer in time"};
 }
 
 Clock::duration StoreCalls::silence() const {
   if (!state_) return {};
-  std::lock_guard lock(state_->mutex);
+  Lock lock(state_->mutex);
   return state_->isBusy ? Clock::now() - state_->began : Clock::duration::zero();
 }
 

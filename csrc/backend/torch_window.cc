@@ -42,7 +42,7 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
   RmaWindow::Given given = givenOf(tensor);
   const DType dtype = orThrow(dtypeOf(tensor));
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (registered_.window)
       refuse(
           "tensor_register: this window has a tensor; tensor_deregister() it, or make another "
@@ -51,8 +51,9 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
   Registered made{tensor, nullptr};
   LiveGroup& ours = group->group();
   const auto run = [&made, &ours, given = std::move(given), dtype,
-                    timeout = ours.effective(c10d::kUnsetTimeout)](InputFeed*) -> Status {
-    auto window = RmaWindow::open(ours.group(), ours.messages()->messages(), given, dtype,
+                    timeout = ours.effective(c10d::kUnsetTimeout)](Group& series,
+                                                                   InputFeed*) -> Status {
+    auto window = RmaWindow::open(series, ours.messages()->messages(), given, dtype,
                                   Deadline::after(timeout));
     if (!window.ok()) return window.error();
     made.window = std::move(*window);
@@ -60,7 +61,7 @@ void TorchWindow::tensor_register(const at::Tensor& tensor, bool) {
   };
   group->host().submit({.kind = &kWindowCall, .isAsync = false}, run)->wait(kNoTimeout);
   throwIfError(messages_->watch());
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   registered_ = std::move(made);
 }
 
@@ -68,12 +69,13 @@ void TorchWindow::tensor_deregister() {
   const auto group = backend("tensor_deregister");
   const auto window = registered("tensor_deregister").window;
   LiveGroup& ours = group->group();
-  const auto run = [&ours, window, timeout = ours.effective(c10d::kUnsetTimeout)](InputFeed*) {
-    return window->close(ours.group(), Deadline::after(timeout));
+  const auto run = [window, timeout = ours.effective(c10d::kUnsetTimeout)](Group& series,
+                                                                           InputFeed*) {
+    return window->close(series, Deadline::after(timeout));
   };
   group->host().submit({.kind = &kWindowCall, .isAsync = false}, run)->wait(kNoTimeout);
   Registered ended;  // destroyed without the lock: a tensor's end may wait for Python's lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   std::swap(registered_, ended);
 }
 
@@ -168,12 +170,12 @@ c10::intrusive_ptr<MooncakeBackend> TorchWindow::backend(const char* call) const
   if (!backend)
     throwError({ErrorCode::kAborted, std::string(call) + ": the window's group was destroyed"});
   backend->group().refuseInForkedChild();
-  throwIfError(backend->group().group().usable());
+  throwIfError(backend->group().group()->usable());
   return backend;
 }
 
 TorchWindow::Registered TorchWindow::registered(const char* call) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!registered_.window)
     refuse(std::string(call) +
            ": this window has no tensor; tensor_register() one, on all ranks of the group");

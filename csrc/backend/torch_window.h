@@ -5,10 +5,10 @@
 #ifdef C10D_BACKEND_HAS_WINDOW
 
 #include <memory>
-#include <mutex>
 
 #include <torch/csrc/distributed/c10d/Window.hpp>
 
+#include "base/mutex.h"
 #include "collectives/rma_window.h"
 
 namespace mooncake {
@@ -53,8 +53,8 @@ class TorchWindow final : public c10d::Window {
   const std::shared_ptr<MessageDriver> messages_;  // the registered window uses it
   const int size_;
   const uint32_t forkGeneration_ = forkGeneration();
-  mutable std::mutex mutex_;  // guards registered_
-  Registered registered_;
+  mutable Mutex mutex_;
+  Registered registered_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

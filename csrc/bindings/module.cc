@@ -163,6 +163,8 @@ void apply(const py::dict& options, BackendOptions& out) {
     out.env.jobKey = std::move(key);
   }
   if (given("launcher_key")) out.launcherKey = options["launcher_key"].cast<std::string>();
+  if (given("is_newcomer")) out.isNewcomer = options["is_newcomer"].cast<bool>();
+  if (given("may_begin")) out.mayBegin = options["may_begin"].cast<bool>();
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
   if (given("on_failure")) out.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("lost_messages"))
@@ -217,6 +219,11 @@ c10::intrusive_ptr<PythonBackend> createBackend(
   py::gil_scoped_release unlocked;
   return c10::make_intrusive<PythonBackend>(store, rank, size, std::move(out),
                                             world ? world->get() : nullptr);
+}
+
+std::chrono::milliseconds seconds(double count) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::duration<double>(count));
 }
 
 // (rank, kind, detail, seconds on CLOCK_MONOTONIC)
@@ -466,6 +473,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "acknowledge_loss",
           [](PythonBackend& backend) { return backend.host().acknowledgeLoss(); },
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "recover_ranks",
+          [](PythonBackend& backend, const std::vector<int>& ranks, double ready) {
+            return backend.replacing().recover(ranks, seconds(ready));
+          },
+          py::arg("ranks"), py::arg("ready"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "join_group", [](PythonBackend& backend) { backend.replacing().join(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("series",
+                             [](PythonBackend& backend) { return backend.group().line().series(); })
+      .def_property_readonly(
+          "is_newcomer", [](PythonBackend& backend) { return backend.group().line().isNewcomer(); })
+      .def(
+          "is_ready",
+          [](PythonBackend& backend, int rank) { return backend.replacing().isReady(rank); },
+          py::arg("rank"))
       .def_static("note_losses_read", &MissingParts::noteRead)
       .def("check_standing", fact<&GroupFacts::checkStanding>())
       .def("check_message", &checkMessage, py::arg("is_send"), py::arg("tensor"), py::arg("peer"),

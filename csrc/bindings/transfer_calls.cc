@@ -1,8 +1,7 @@
 #include "bindings/transfer_calls.h"
 
-#include <mutex>
-
 #include "base/log.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 namespace {
@@ -13,11 +12,11 @@ using transfer::TransferRequest;
 constexpr const char* kWho = "transfer engine";
 
 // All engines of this process, to be closed before Python's interpreter ends.
-std::mutex openMutex;
-std::vector<std::weak_ptr<TransferEngine>> open;
+Mutex openMutex;
+std::vector<std::weak_ptr<TransferEngine>> open GUARDED_BY(openMutex);
 
 void remember(const std::shared_ptr<TransferEngine>& engine) {
-  std::lock_guard lock(openMutex);
+  Lock lock(openMutex);
   std::erase_if(open, [](const auto& one) { return one.expired(); });
   open.push_back(engine);
 }
@@ -29,7 +28,7 @@ TransferCalls::~TransferCalls() = default;
 void TransferCalls::closeAll() {
   std::vector<std::weak_ptr<TransferEngine>> all;
   {
-    std::lock_guard lock(openMutex);
+    Lock lock(openMutex);
     all.swap(open);
   }
   for (const auto& one : all) {

@@ -11,7 +11,7 @@ std::vector<ConstSpan> readable(const std::vector<Span>& spans) {
   return std::vector<ConstSpan>(spans.begin(), spans.end());
 }
 
-HostRun alltoallOnHost(const Collective& call, Group& group) {
+HostRun alltoallOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors &inputs = call.input().list(), &outputs = call.output().list();
   const size_t size = size_t(group.size());
@@ -29,10 +29,10 @@ HostRun alltoallOnHost(const Collective& call, Group& group) {
   checkApart(outputs, call.output().what);
   std::vector<Flat> in = flatten(inputs), out;
   for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
-  return [&group, in = std::move(in), out = std::move(out), dtype = typeOf(inputs[0], name),
-          timeout = call.timeout](InputFeed* feed) {
-    Status status =
-        alltoall(group, readable(spansOf(in)), spansOf(out), dtype, Deadline::after(timeout), feed);
+  return [in = std::move(in), out = std::move(out), dtype = typeOf(inputs[0], name),
+          timeout = call.timeout](Group& series, InputFeed* feed) {
+    Status status = alltoall(series, readable(spansOf(in)), spansOf(out), dtype,
+                             Deadline::after(timeout), feed);
     copyBack(status, out);
     return status;
   };
@@ -54,7 +54,7 @@ std::optional<KernelRun> alltoallByKernel(const Collective& call, int, int size)
       .hasSplits = true};
 }
 
-HostRun alltoallBaseOnHost(const Collective& call, Group& group) {
+HostRun alltoallBaseOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor &input = call.input().tensor(), &output = call.output().tensor();
   checkOutput(output, call.output().what);
@@ -63,10 +63,10 @@ HostRun alltoallBaseOnHost(const Collective& call, Group& group) {
   auto sends = elementsPerRank(input, call.inputSplits, group.size(), "input");
   auto receives = elementsPerRank(output, call.outputSplits, group.size(), "output");
   const Flat in(input);
-  return [&group, in, out = outputBeside(output, std::span(&in, 1)), sends = std::move(sends),
+  return [in, out = outputBeside(output, std::span(&in, 1)), sends = std::move(sends),
           receives = std::move(receives), dtype = typeOf(input, name),
-          timeout = call.timeout](InputFeed* feed) {
-    Status status = alltoall(group, readable(cut(in.bytes(), sends, dtypeSize(dtype))),
+          timeout = call.timeout](Group& series, InputFeed* feed) {
+    Status status = alltoall(series, readable(cut(in.bytes(), sends, dtypeSize(dtype))),
                              cut(out.bytes(), receives, dtypeSize(dtype)), dtype,
                              Deadline::after(timeout), feed);
     if (status.ok()) out.copyBack();

@@ -4,9 +4,9 @@
 namespace mooncake {
 namespace {
 
-HostRun barrierOnHost(const Collective& call, Group& group) {
-  return [&group, timeout = call.timeout](InputFeed*) {
-    return barrier(group, Deadline::after(timeout));
+HostRun barrierOnHost(const Collective& call, const Group&) {
+  return [timeout = call.timeout](Group& series, InputFeed*) {
+    return barrier(series, Deadline::after(timeout));
   };
 }
 

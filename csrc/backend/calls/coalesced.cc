@@ -40,7 +40,7 @@ bool fit(const std::vector<Flat>& given, size_t most) {
   return bytes <= most;
 }
 
-HostRun allreduceOnHost(const Collective& call, Group& group) {
+HostRun allreduceOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors& tensors = call.input().list();
   checkAny(tensors, name);
@@ -51,15 +51,15 @@ HostRun allreduceOnHost(const Collective& call, Group& group) {
   std::vector<Flat> flats = premultipliedAll(tensors, *call.op, name);
   keepApart(flats);
   const bool isShort = fit(flats, group.eagerBytes());
-  return [&group, list = FlatList(std::move(flats), 1, isShort), kind = kindOf(*call.op, name),
-          timeout = call.timeout](InputFeed*) {
-    Status status = allreduce(group, list.buffers(), kind, Deadline::after(timeout));
+  return [list = FlatList(std::move(flats), 1, isShort), kind = kindOf(*call.op, name),
+          timeout = call.timeout](Group& series, InputFeed*) {
+    Status status = allreduce(series, list.buffers(), kind, Deadline::after(timeout));
     if (status.ok()) list.copyBack();
     return status;
   };
 }
 
-HostRun allgatherOnHost(const Collective& call, Group& group) {
+HostRun allgatherOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors& inputs = call.input().list();
   const TensorLists& outputs = call.output().lists;
@@ -88,13 +88,13 @@ HostRun allgatherOnHost(const Collective& call, Group& group) {
   const bool isShort = fit(in, mostGatheredInSlots(group, in.size()));
   std::vector<FlatList> lists;
   for (auto& flats : out) lists.emplace_back(std::move(flats), 1, isShort);
-  return [&group, in = FlatList(std::move(in), 1, isShort), lists = std::move(lists),
-          timeout = call.timeout](InputFeed*) {
+  return [in = FlatList(std::move(in), 1, isShort), lists = std::move(lists),
+          timeout = call.timeout](Group& series, InputFeed*) {
     std::vector<Span> parts;
     for (const FlatList& list : lists) {
       for (const Span part : list.rows()) parts.push_back(part);
     }
-    Status status = allgather(group, in.buffers(), parts, Deadline::after(timeout));
+    Status status = allgather(series, in.buffers(), parts, Deadline::after(timeout));
     for (const FlatList& list : lists) {
       if (status.ok()) list.copyBack();
     }
@@ -102,7 +102,7 @@ HostRun allgatherOnHost(const Collective& call, Group& group) {
   };
 }
 
-HostRun allgatherIntoTensorsOnHost(const Collective& call, Group& group) {
+HostRun allgatherIntoTensorsOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors &inputs = call.input().list(), &outputs = call.output().list();
   const int size = group.size();
@@ -122,15 +122,15 @@ HostRun allgatherIntoTensorsOnHost(const Collective& call, Group& group) {
   }
   std::vector<Flat> in = inputsBeside(inputs, places, group.rank());
   const bool isShort = fit(in, mostGatheredInSlots(group, in.size()));
-  return [&group, in = FlatList(std::move(in), 1, isShort),
-          out = FlatList(std::move(out), size, isShort), timeout = call.timeout](InputFeed*) {
-    Status status = allgather(group, in.buffers(), out.rows(), Deadline::after(timeout));
+  return [in = FlatList(std::move(in), 1, isShort), out = FlatList(std::move(out), size, isShort),
+          timeout = call.timeout](Group& series, InputFeed*) {
+    Status status = allgather(series, in.buffers(), out.rows(), Deadline::after(timeout));
     if (status.ok()) out.copyBack();
     return status;
   };
 }
 
-HostRun reduceScatterTensorsOnHost(const Collective& call, Group& group) {
+HostRun reduceScatterTensorsOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors &inputs = call.input().list(), &outputs = call.output().list();
   const int size = group.size();
@@ -144,11 +144,10 @@ HostRun reduceScatterTensorsOnHost(const Collective& call, Group& group) {
   std::vector<Flat> in = premultipliedAll(inputs, *call.op, name), out;
   for (const at::Tensor& output : outputs) out.push_back(outputBeside(output, in));
   const bool isShort = fit(in, group.eagerBytes());
-  return [&group, in = FlatList(std::move(in), size, isShort),
-          out = FlatList(std::move(out), 1, isShort), kind = kindOf(*call.op, name),
-          timeout = call.timeout](InputFeed*) {
+  return [in = FlatList(std::move(in), size, isShort), out = FlatList(std::move(out), 1, isShort),
+          kind = kindOf(*call.op, name), timeout = call.timeout](Group& series, InputFeed*) {
     Status status =
-        reduceScatter(group, in.buffers(), out.buffers(), kind, Deadline::after(timeout));
+        reduceScatter(series, in.buffers(), out.buffers(), kind, Deadline::after(timeout));
     if (status.ok()) out.copyBack();
     return status;
   };

@@ -73,8 +73,9 @@ struct Collective {
   bool isPremultiplied() const { return op && *op == c10d::ReduceOp::PREMUL_SUM; }
 };
 
-// Runs a call on host memory. With a feed, it takes its input as it comes.
-using HostRun = std::function<Status(InputFeed*)>;
+// Runs a call on host memory, in the series that it falls into. With a feed, it takes its input as
+// it comes.
+using HostRun = std::function<Status(Group& series, InputFeed*)>;
 
 // How kernels do a call.
 struct KernelRun {
@@ -93,8 +94,8 @@ struct CollectiveKind {
   c10d::OpType type;
   const char* name;  // in Python
   // Checks the arguments (tensors of the CPU), and returns the function that runs the call.
-  // The group outlives the function. Throws.
-  HostRun (*onHost)(const Collective& call, Group& group);
+  // Throws.
+  HostRun (*onHost)(const Collective& call, const Group& group);
   // Which pieces of its input the call can take, on these tensors. Null: it takes no pieces.
   InputCut (*cut)(const Collective& call, int size) = nullptr;
   // nullopt: the call has to be staged, which also finds wrong arguments. That follows from arguments

@@ -12,15 +12,15 @@ using Use = Operand::Use;
 
 // broadcast.
 
-HostRun broadcastOnHost(const Collective& call, Group& group) {
+HostRun broadcastOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& tensor = onlyTensor(call.input().list(), name);
   checkUsed(tensor, call.root != group.rank(), call.input().what);
-  return [&group, flat = Flat(tensor), dtype = typeOf(tensor, name),
+  return [flat = Flat(tensor), dtype = typeOf(tensor, name),
           from = rootOf(call.root, call.rootTensor, group.size(), name),
-          timeout = call.timeout](InputFeed* feed) {
-    Status status = broadcast(group, flat.bytes(), dtype, from, Deadline::after(timeout), feed);
-    if (status.ok() && from != group.rank()) flat.copyBack();
+          timeout = call.timeout](Group& series, InputFeed* feed) {
+    Status status = broadcast(series, flat.bytes(), dtype, from, Deadline::after(timeout), feed);
+    if (status.ok() && from != series.rank()) flat.copyBack();
     return status;
   };
 }
@@ -56,20 +56,20 @@ constexpr CollectiveKind kBroadcast{
 
 // all_gather.
 
-HostRun unevenAllgather(const Collective& call, Group& group, std::vector<Flat> out) {
+HostRun unevenAllgather(const Collective& call, std::vector<Flat> out) {
   const at::Tensor& input = call.input().tensor();
   Flat in(input);
   in.standApart();  // outputs of other sizes may overlap it anywhere
-  return [&group, in = std::move(in), out = std::move(out), dtype = typeOf(input, call.kind->name),
-          timeout = call.timeout](InputFeed*) {
-    const std::vector<ConstSpan> toEach(size_t(group.size()), in.bytes());
-    Status status = alltoall(group, toEach, spansOf(out), dtype, Deadline::after(timeout));
+  return [in = std::move(in), out = std::move(out), dtype = typeOf(input, call.kind->name),
+          timeout = call.timeout](Group& series, InputFeed*) {
+    const std::vector<ConstSpan> toEach(size_t(series.size()), in.bytes());
+    Status status = alltoall(series, toEach, spansOf(out), dtype, Deadline::after(timeout));
     copyBack(status, out);
     return status;
   };
 }
 
-HostRun allgatherOnHost(const Collective& call, Group& group) {
+HostRun allgatherOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& input = onlyTensor(call.input().list(), name);
   throwIfError(checkTensor(input, call.input().what));
@@ -82,12 +82,12 @@ HostRun allgatherOnHost(const Collective& call, Group& group) {
   checkEachRank(outputs, input, group.rank(), group.size(), name, "output");
   checkApart(outputs, call.output().what);
   std::vector<Flat> out = flatten(outputs);
-  if (!areAlike(outputs)) return unevenAllgather(call, group, std::move(out));
+  if (!areAlike(outputs)) return unevenAllgather(call, std::move(out));
   Flat in = inputsBeside(call.input().list(), placesOf(out), group.rank())[0];
-  return [&group, in = std::move(in), out = std::move(out), dtype = typeOf(input, name),
-          timeout = call.timeout](InputFeed* feed) {
+  return [in = std::move(in), out = std::move(out), dtype = typeOf(input, name),
+          timeout = call.timeout](Group& series, InputFeed* feed) {
     Status status =
-        allgather(group, in.bytes(), spansOf(out), dtype, Deadline::after(timeout), feed);
+        allgather(series, in.bytes(), spansOf(out), dtype, Deadline::after(timeout), feed);
     copyBack(status, out);
     return status;
   };
@@ -127,7 +127,7 @@ constexpr CollectiveKind kAllgather{c10d::OpType::ALLGATHER, "all_gather", allga
 
 // all_gather_into_tensor.
 
-HostRun allgatherBaseOnHost(const Collective& call, Group& group) {
+HostRun allgatherBaseOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor &input = call.input().tensor(), &output = call.output().tensor();
   const int size = group.size();
@@ -140,9 +140,9 @@ HostRun allgatherBaseOnHost(const Collective& call, Group& group) {
   }
   const Flat out(output);
   Flat in = inputsBeside(call.input().list(), partsOf(out.place(), size), group.rank())[0];
-  return [&group, in = std::move(in), out, dtype = typeOf(input, name),
-          timeout = call.timeout](InputFeed* feed) {
-    Status status = allgather(group, in.bytes(), partsOf(out.bytes(), group.size()), dtype,
+  return [in = std::move(in), out, dtype = typeOf(input, name), timeout = call.timeout](
+             Group& series, InputFeed* feed) {
+    Status status = allgather(series, in.bytes(), partsOf(out.bytes(), series.size()), dtype,
                               Deadline::after(timeout), feed);
     if (status.ok()) out.copyBack();
     return status;
@@ -186,7 +186,7 @@ bool areEmpty(const TensorLists& lists) {
   return std::ranges::all_of(lists, [](const Tensors& list) { return list.empty(); });
 }
 
-HostRun gatherOnHost(const Collective& call, Group& group) {
+HostRun gatherOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& input = onlyTensor(call.input().list(), name);
   throwIfError(checkTensor(input, call.input().what));
@@ -201,10 +201,10 @@ HostRun gatherOnHost(const Collective& call, Group& group) {
   }
   std::vector<Flat> out = flatten(results);
   Flat in = inputsBeside(call.input().list(), placesOf(out), group.rank())[0];
-  return [&group, to, in = std::move(in), out = std::move(out), dtype = typeOf(input, name),
-          timeout = call.timeout](InputFeed* feed) {
+  return [to, in = std::move(in), out = std::move(out), dtype = typeOf(input, name),
+          timeout = call.timeout](Group& series, InputFeed* feed) {
     Status status =
-        gather(group, in.bytes(), spansOf(out), dtype, to, Deadline::after(timeout), feed);
+        gather(series, in.bytes(), spansOf(out), dtype, to, Deadline::after(timeout), feed);
     copyBack(status, out);
     return status;
   };
@@ -230,7 +230,7 @@ constexpr CollectiveKind kGather{c10d::OpType::GATHER, "gather", gatherOnHost, c
 
 // scatter.
 
-HostRun scatterOnHost(const Collective& call, Group& group) {
+HostRun scatterOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& output = onlyTensor(call.output().list(), name);
   checkOutput(output, call.output().what);
@@ -244,10 +244,10 @@ HostRun scatterOnHost(const Collective& call, Group& group) {
     checkNone(call.input().lists, name);
   }
   Flat out = outputBeside(output, in);
-  return [&group, from, out = std::move(out), in = std::move(in), dtype = typeOf(output, name),
-          timeout = call.timeout](InputFeed* feed) {
+  return [from, out = std::move(out), in = std::move(in), dtype = typeOf(output, name),
+          timeout = call.timeout](Group& series, InputFeed* feed) {
     const std::vector<Span> parts = spansOf(in);
-    Status status = scatter(group, std::vector<ConstSpan>(parts.begin(), parts.end()), out.bytes(),
+    Status status = scatter(series, std::vector<ConstSpan>(parts.begin(), parts.end()), out.bytes(),
                             dtype, from, Deadline::after(timeout), feed);
     if (status.ok()) out.copyBack();
     return status;

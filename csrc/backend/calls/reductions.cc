@@ -14,13 +14,14 @@ using Use = Operand::Use;
 
 // all_reduce.
 
-HostRun allreduceOnHost(const Collective& call, Group& group) {
+HostRun allreduceOnHost(const Collective& call, const Group&) {
   const char* const name = call.kind->name;
   const at::Tensor& tensor = onlyTensor(call.input().list(), name);
   checkOutput(tensor, call.input().what);
-  return [&group, reduction = reductionOf(tensor, *call.op, name),
-          flat = premultiplied(tensor, *call.op, name), timeout = call.timeout](InputFeed* feed) {
-    Status status = allreduce(group, flat.bytes(), reduction, Deadline::after(timeout), feed);
+  return [reduction = reductionOf(tensor, *call.op, name),
+          flat = premultiplied(tensor, *call.op, name),
+          timeout = call.timeout](Group& series, InputFeed* feed) {
+    Status status = allreduce(series, flat.bytes(), reduction, Deadline::after(timeout), feed);
     if (status.ok()) flat.copyBack();
     return status;
   };
@@ -57,16 +58,16 @@ constexpr CollectiveKind kAllreduce{
 
 // reduce.
 
-HostRun reduceOnHost(const Collective& call, Group& group) {
+HostRun reduceOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& tensor = onlyTensor(call.input().list(), name);
   checkUsed(tensor, call.root == group.rank(), call.input().what);
-  return [&group, reduction = reductionOf(tensor, *call.op, name),
+  return [reduction = reductionOf(tensor, *call.op, name),
           flat = premultiplied(tensor, *call.op, name),
           to = rootOf(call.root, call.rootTensor, group.size(), name),
-          timeout = call.timeout](InputFeed* feed) {
-    Status status = reduce(group, flat.bytes(), reduction, to, Deadline::after(timeout), feed);
-    if (status.ok() && to == group.rank()) flat.copyBack();
+          timeout = call.timeout](Group& series, InputFeed* feed) {
+    Status status = reduce(series, flat.bytes(), reduction, to, Deadline::after(timeout), feed);
+    if (status.ok() && to == series.rank()) flat.copyBack();
     return status;
   };
 }
@@ -121,22 +122,21 @@ Rows rowsOf(const std::vector<Flat>& parts) {
   return rows;
 }
 
-HostRun unevenReduceScatter(const Collective& call, Group& group, Reduction reduction,
-                            std::vector<Flat> in) {
-  return [&group, reduction, output = call.output().tensor(), in = std::move(in),
-          timeout = call.timeout](InputFeed*) {
+HostRun unevenReduceScatter(const Collective& call, Reduction reduction, std::vector<Flat> in) {
+  return [reduction, output = call.output().tensor(), in = std::move(in), timeout = call.timeout](
+             Group& series, InputFeed*) {
     const Rows rows = rowsOf(in);
     const at::Tensor longest = at::empty_like(rows.data[0]);
     const Buffer from{bytesOf(rows.data), reduction.dtype, rows.lengths};
     const Buffer to{bytesOf(longest), reduction.dtype, rows.lengths};
-    Status status = reduceScatter(group, Buffers(&from, 1), Buffers(&to, 1), reduction.kind,
+    Status status = reduceScatter(series, Buffers(&from, 1), Buffers(&to, 1), reduction.kind,
                                   Deadline::after(timeout));
     if (status.ok()) Flat(output, longest.narrow(0, 0, output.numel())).copyBack();
     return status;
   };
 }
 
-HostRun reduceScatterOnHost(const Collective& call, Group& group) {
+HostRun reduceScatterOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& output = onlyTensor(call.output().list(), name);
   checkOutput(output, call.output().what);
@@ -144,14 +144,14 @@ HostRun reduceScatterOnHost(const Collective& call, Group& group) {
   checkEachRank(inputs, output, group.rank(), group.size(), name, "input");
   const Reduction reduction = reductionOf(output, *call.op, name);
   std::vector<Flat> in = premultipliedAll(inputs, *call.op, name);
-  if (!areAlike(inputs)) return unevenReduceScatter(call, group, reduction, std::move(in));
+  if (!areAlike(inputs)) return unevenReduceScatter(call, reduction, std::move(in));
   Flat out = outputBeside(output, in);
-  return [&group, reduction, in = std::move(in), out = std::move(out),
-          timeout = call.timeout](InputFeed* feed) {
+  return [reduction, in = std::move(in), out = std::move(out), timeout = call.timeout](
+             Group& series, InputFeed* feed) {
     std::vector<Buffer> parts;
     for (const Flat& part : in) parts.push_back({part.bytes(), reduction.dtype});
     const Buffer result{out.bytes(), reduction.dtype};
-    Status status = reduceScatter(group, parts, Buffers(&result, 1), reduction.kind,
+    Status status = reduceScatter(series, parts, Buffers(&result, 1), reduction.kind,
                                   Deadline::after(timeout), feed);
     if (status.ok()) out.copyBack();
     return status;
@@ -196,7 +196,7 @@ constexpr CollectiveKind kReduceScatter{
 
 // reduce_scatter_tensor.
 
-HostRun reduceScatterBaseOnHost(const Collective& call, Group& group) {
+HostRun reduceScatterBaseOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor &input = call.input().tensor(), &output = call.output().tensor();
   checkOutput(output, call.output().what);
@@ -208,10 +208,10 @@ HostRun reduceScatterBaseOnHost(const Collective& call, Group& group) {
   }
   const Reduction reduction = reductionOf(input, *call.op, name);
   const Flat in = premultiplied(input, *call.op, name);
-  return [&group, reduction, in, out = outputBeside(output, std::span(&in, 1)),
-          timeout = call.timeout](InputFeed* feed) {
+  return [reduction, in, out = outputBeside(output, std::span(&in, 1)), timeout = call.timeout](
+             Group& series, InputFeed* feed) {
     Status status =
-        reduceScatter(group, in.bytes(), out.bytes(), reduction, Deadline::after(timeout), feed);
+        reduceScatter(series, in.bytes(), out.bytes(), reduction, Deadline::after(timeout), feed);
     if (status.ok()) out.copyBack();
     return status;
   };

@@ -9,6 +9,7 @@
 #include "backend/arguments.h"
 #include "backend/calls/collective_calls.h"
 #include "collectives/collectives.h"
+#include "group/call_of_several.h"
 
 namespace mooncake {
 namespace {
@@ -38,7 +39,9 @@ class SparseSum {
       : group_(group), tensor_(tensor), own_(tensor.coalesce()), deadline_(deadline) {}
 
   Status run() {
-    MOONCAKE_TRY(exchangeExtents());
+    CallOfSeveral call(group_);
+    MOONCAKE_TRY(exchangeExtents(call));
+    call.last();
     MOONCAKE_TRY(exchangeData());
     // Half precision is rounded once, at the end, as in sums of dense tensors.
     const at::ScalarType type = own_.scalar_type();
@@ -53,7 +56,7 @@ class SparseSum {
   }
 
  private:
-  Status exchangeExtents() {
+  Status exchangeExtents(CallOfSeveral& call) {
     Extent mine;
     mine.shape.sparseDims = own_.sparse_dim();
     mine.shape.denseDims = own_.dense_dim();
@@ -68,6 +71,7 @@ class SparseSum {
     const int first = group_.lastView->active.front();
     for (const int r : group_.lastView->active) {
       if (extents_[size_t(r)].shape == extents_[size_t(first)].shape) continue;
+      call.endsHere();
       return {ErrorCode::kMismatch,
               "all_reduce of sparse tensors: " + group_.nameRank(first) + " has the sizes " +
                   describe(extents_[size_t(first)].shape) + ", " + group_.nameRank(r) + " " +
@@ -120,7 +124,7 @@ class SparseSum {
   std::vector<std::vector<std::byte>> data_;  // by rank: indices, values
 };
 
-HostRun sumOnHost(const Collective& call, Group& group) {
+HostRun sumOnHost(const Collective& call, const Group&) {
   const at::Tensor& tensor = call.input().tensor();
   if (!tensor.is_cpu()) throwIfError(checkTensor(tensor, call.input().what));
   if (call.op->op_ != c10d::ReduceOp::SUM)
@@ -130,9 +134,9 @@ HostRun sumOnHost(const Collective& call, Group& group) {
     refuse("all_reduce of a sparse tensor of " + std::to_string(tensor.dim()) +
            " dimensions; the most is " + std::to_string(kMostDims));
   (void)reductionOf(tensor, *call.op, "all_reduce");
-  return [&group, tensor, timeout = call.timeout](InputFeed*) {
+  return [tensor, timeout = call.timeout](Group& series, InputFeed*) {
     const PlainWrites plain(tensor);
-    return SparseSum(group, tensor, Deadline::after(timeout)).run();
+    return SparseSum(series, tensor, Deadline::after(timeout)).run();
   };
 }
 

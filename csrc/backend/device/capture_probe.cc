@@ -10,9 +10,10 @@
 namespace mooncake {
 
 CaptureProbe& CaptureProbe::of(const c10::Device& device) {
-  static std::mutex mutex;
-  static auto* const probes = new std::map<std::pair<c10::DeviceType, int>, CaptureProbe>;
-  std::lock_guard lock(mutex);
+  static Mutex mutex;
+  static auto* const probes PT_GUARDED_BY(mutex) =
+      new std::map<std::pair<c10::DeviceType, int>, CaptureProbe>;
+  Lock lock(mutex);
   return (*probes)[{device.type(), device.index()}];
 }
 
@@ -25,7 +26,7 @@ const OwnStream& CaptureProbe::freeStream(const c10::Device& device) {
 
 bool CaptureProbe::isCapturing(const c10::Stream& stream) {
   const DeviceScope on(stream.device());
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const OwnStream& ours = freeStream(stream.device());
   placeBehind(ours.stream(), stream);
   if (!ours.isCapturing()) return false;

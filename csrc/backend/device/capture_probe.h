@@ -1,13 +1,13 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include "backend/device/own_stream.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -24,10 +24,10 @@ class CaptureProbe {
 
  private:
   // Returns a stream that has joined no capture that goes on.
-  const OwnStream& freeStream(const c10::Device& device);
+  const OwnStream& freeStream(const c10::Device& device) REQUIRES(mutex_);
 
-  std::mutex mutex_;  // guards streams_
-  std::vector<std::unique_ptr<OwnStream>> streams_;
+  Mutex mutex_;
+  std::vector<std::unique_ptr<OwnStream>> streams_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

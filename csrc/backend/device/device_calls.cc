@@ -70,22 +70,36 @@ void checkFactor(const Staging& staging, const Collective& call) {
 
 }  // namespace
 
+Status DeviceCalls::mayMove() {
+  const char* held = nullptr;
+  if (group_.order().replays()) held = "calls that graphs have recorded";
+  if (started_.load()) held = "symmetric memory";
+  Lock lock(streamsMutex_);
+  if (route_ && route_->hasKernels()) held = "kernels for its collectives";
+  if (!held) return {};
+  return {ErrorCode::kUnsupported, "group '" + group_.options().groupName + "' on rank " +
+                                       std::to_string(group_.rank()) + " has " + held +
+                                       ", which cannot go on with a new process yet. Nothing has "
+                                       "changed; make a group of the survivors with new_group"};
+}
+
 void DeviceCalls::drain(Deadline deadline) {
-  if (route_) route_->drain(deadline);
+  if (PeerRoute* const route = madeRoute_) route->drain(deadline);
   if (Replays* const replays = group_.order().replays()) replays->drain(deadline);
 }
 
 void DeviceCalls::fail(const Error& why) {
-  if (route_) route_->fail(why);
+  if (PeerRoute* const route = madeRoute_) route->fail(why);
   if (PeerSharing* const sharing = started_) sharing->fail(why);
 }
 
 void DeviceCalls::left() {
   if (PeerSharing* const sharing = started_)
     sharing->fail({ErrorCode::kAborted, LiveGroup::kDestroyed});
-  if (route_ && !route_->usable().ok()) {
+  const PeerRoute* const route = madeRoute_;
+  if (route && !route->usable().ok()) {
     log(LogLevel::kError, "group '" + group_.options().groupName + "'",
-        "operations by kernels have ended with an error: ", route_->usable().error().message);
+        "operations by kernels have ended with an error: ", route->usable().error().message);
   }
   const UnseenErrors::Unseen unseen = unseen_->first();
   if (!unseen.error || unseen.isRaised->exchange(true)) return;
@@ -101,7 +115,7 @@ void DeviceCalls::left() {
 
 std::shared_ptr<GroupStreams> DeviceCalls::streamsOn(const c10::Device& device) {
   group_.refuseInForkedChild();
-  std::lock_guard lock(streamsMutex_);
+  Lock lock(streamsMutex_);
   lastDevice_ = device;
   auto& streams = streams_[{device.type(), device.index()}];
   if (!streams) streams = std::make_shared<GroupStreams>(device, group_.options().streams);
@@ -112,7 +126,7 @@ std::shared_ptr<Staging> DeviceCalls::stagingOn(const c10::Device& device,
                                                 std::chrono::milliseconds timeout) {
   const auto streams = streamsOn(device);
   // The results of calls before this one are not there.
-  if (route_) throwIfError(route_->usable());
+  if (const PeerRoute* const route = madeRoute_) throwIfError(route->usable());
   const c10::Stream callers = currentOn(device);
   if (isCapturing(callers)) {
     return std::make_shared<GraphStaging>(streams, recordedCallsFor(callers, streams),
@@ -126,7 +140,7 @@ std::shared_ptr<Staging> DeviceCalls::stagingOn(const c10::Device& device,
   } else {
     staging = std::make_shared<HostStaging>(streams, streams->collectives(), limit);
   }
-  staging->onFailure([this](const Error& why) { group_.group().fail(why); });
+  staging->onFailure([this](const Error& why) { group_.group()->fail(why); });
   return staging;
 }
 
@@ -137,15 +151,15 @@ RecordedCalls& DeviceCalls::recordedCallsFor(const c10::Stream& callers,
     refuseRecording(callers, "the group is in mode raise", kOutsideOfCapture);
   if (group_.batches().current())
     refuseRecording(callers, "the call is part of a batch", kOutsideOfCapture);
-  throwIfError(group_.group().usable());
-  std::lock_guard lock(streamsMutex_);
+  throwIfError(group_.group()->usable());
+  Lock lock(streamsMutex_);
   if (RecordedCalls* const calls = recordedCalls()) {
     if (calls->stream().device() == callers.device()) return *calls;
     refuseRecording(callers,
                     "graphs of " + calls->stream().device().str() + " have calls of the group",
                     "Use one device for each group");
   }
-  auto calls = RecordedCalls::make(group_.group(), streams,
+  auto calls = RecordedCalls::make(*group_.group(), streams,
                                    {.memoryLimit = group_.options().streams.graphMemory,
                                     .limit = group_.effective(c10d::kUnsetTimeout),
                                     .isIdle = [this] { return host_.isIdle(); }});
@@ -170,7 +184,7 @@ std::shared_ptr<MessageStaging> DeviceCalls::messageStagingFor(const Tensors& te
       std::make_shared<MessageStaging>(streamsOn(first->device()), currentOn(first->device()),
                                        group_.effective(c10d::kUnsetTimeout));
   staging->preferDevice([this, peer, isSend](const at::Tensor& tensor) {
-    return peerMessages_.find(group_.group(), tensor, peer, isSend);
+    return peerMessages_.find(*group_.group(), tensor, peer, isSend);
   });
   return staging;
 }
@@ -179,14 +193,14 @@ std::shared_ptr<MessageStaging> DeviceCalls::messageStagingFor(const Tensors& te
 DeviceWork::Waiting DeviceCalls::waiting(bool onHost) {
   return {.unseen = unseen_,
           .earlier = unseen_->first(),
-          .onHost = onHost || !group_.group().usable().ok(),
+          .onHost = onHost || !group_.group()->usable().ok(),
           .blocks = group_.options().blockingWait,
           .limit = group_.effective(c10d::kUnsetTimeout)};
 }
 
 std::shared_ptr<PeerSharing> DeviceCalls::sharing(const c10::Device& device) {
   group_.refuseInForkedChild();
-  std::lock_guard lock(sharingMutex_);
+  Lock lock(sharingMutex_);
   if (sharing_) return sharing_;
   const auto timeout = group_.effective(c10d::kUnsetTimeout);
   const auto makeControl = [&](std::function<void(const GroupView&)> onView) {
@@ -199,7 +213,7 @@ std::shared_ptr<PeerSharing> DeviceCalls::sharing(const c10::Device& device) {
 }
 
 PeerRoute& DeviceCalls::route() {
-  std::lock_guard lock(streamsMutex_);
+  Lock lock(streamsMutex_);
   if (!route_) {
     const auto timeout = group_.effective(c10d::kUnsetTimeout);
     auto makeControl = [this, timeout](std::function<void(const GroupView&)> onView) {
@@ -217,6 +231,7 @@ PeerRoute& DeviceCalls::route() {
                             .onLoss = [ranks = group_.activeRanks()](uint64_t active) {
                               ranks->pushAfter(active);
                             }});
+    madeRoute_ = route_.get();
   }
   return *route_;
 }
@@ -269,7 +284,7 @@ void DeviceCalls::noteReplay(UnseenErrors& unseen, WorkPtr host) {
 // Enqueues the call; its tensors are the staging's copies.
 DeviceCalls::WorkPtr DeviceCalls::onHost(const Collective& call,
                                          const std::shared_ptr<Staging>& staging) {
-  HostRun run = call.kind->onHost(call, group_.group());
+  HostRun run = call.kind->onHost(call, *group_.group());
   const auto work = host_.newWork(call);
   if (staging->mode() == Staging::Mode::kRecords) {
     staging->mark();
@@ -277,29 +292,35 @@ DeviceCalls::WorkPtr DeviceCalls::onHost(const Collective& call,
     return group_.batches().add(work);
   }
   const auto turn = std::make_shared<StagedTurn>(staging);
-  auto inTurn = [turn, staging, group = &group_.group(), parts = &group_.missingParts(),
-                 ranks = group_.activeRanks(), run = std::move(run),
-                 use = MissingParts::useOf(call), name = call.kind->name] {
-    return turn->run(*group, [&] {
-      StagedFeed feed(staging, *group);
-      Status status = run(staging->isCut() ? &feed : nullptr);
-      if (status.ok()) parts->ended(use, name);
+  auto inTurn = [turn, staging, parts = &group_.missingParts(), ranks = group_.activeRanks(),
+                 run = std::move(run), use = MissingParts::useOf(call),
+                 name = call.kind->name](Group& series) {
+    return turn->run(series, [&] {
+      StagedFeed feed(staging, series);
+      Status status = run(series, staging->isCut() ? &feed : nullptr);
+      if (status.ok()) parts->ended(use, name, series);
       ranks->push();  // ahead of the outputs
       return status;
     });
   };
   CallOrder& order = group_.order();
   const bool isReplay = staging->mode() == Staging::Mode::kReplays;
-  // No other call may come between the mark and the place in the queue.
-  std::unique_lock inOrder(order.mutex(), std::defer_lock);
-  if (!isReplay && (staging->isOrdered() || order.replays())) inOrder.lock();
-  if (!isReplay && order.replays()) {
-    order.follow(
-        group_.group(), group_.queue(), work, [&] { staging->mark(); }, std::move(inTurn));
-  } else {
+  const auto submit = [&] {
     staging->mark();
     group_.queue()->submit(work, !isReplay && (call.isAsync || staging->isOrdered()),
                            std::move(inTurn));
+  };
+  if (isReplay || !(staging->isOrdered() || order.replays())) {
+    submit();
+  } else {
+    // No other call may come between the mark and the place in the queue.
+    const Guard inOrder(order.mutex());
+    if (order.replays()) {
+      order.follow(
+          group_.line(), group_.queue(), work, [&] { staging->mark(); }, std::move(inTurn));
+    } else {
+      submit();
+    }
   }
   return group_.batches().add(work);
 }
@@ -335,7 +356,7 @@ DeviceCalls::WorkPtr DeviceCalls::sparse(const Collective& call) {
   const auto streams = streamsOn(tensor.device());
   const auto staging = std::make_shared<SparseStaging>(
       streams, streams->messages(currentOn(tensor.device())), call.timeout);
-  staging->onFailure([this](const Error& why) { group_.group().fail(why); });
+  staging->onFailure([this](const Error& why) { group_.group()->fail(why); });
   Collective host = call;
   host.given.lists[0][0] = staging->sparse(tensor, call.given.what);
   return staged(staging, call.results(), std::move(host));
@@ -344,7 +365,7 @@ DeviceCalls::WorkPtr DeviceCalls::sparse(const Collective& call) {
 std::optional<DeviceCalls::WorkPtr> DeviceCalls::barrier(const c10d::BarrierOptions& opts) {
   std::optional<c10::Device> device = opts.device;
   if (!device || device->is_cpu()) {  // torch names the CPU for a group of several device types
-    std::lock_guard lock(streamsMutex_);
+    Lock lock(streamsMutex_);
     device = lastDevice_;
   }
   if (!device || device->is_cpu()) return std::nullopt;

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "backend/host_calls.h"
 #include "backend/live_group.h"
 #include "backend/message_calls.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -38,6 +38,7 @@ class DeviceCalls final : public DeviceHalf {
                               int tag) override;
   WorkPtr ofBatch(Coalescing::Batch& batch, WorkPtr host) override;
   std::shared_ptr<PeerSharing> sharing(const c10::Device& device) override;
+  Status mayMove() override;
   void drain(Deadline deadline) override;
   void fail(const Error& why) override;
   void left() override;
@@ -72,12 +73,16 @@ class DeviceCalls final : public DeviceHalf {
   MessageCalls& messages_;
   const std::shared_ptr<UnseenErrors> unseen_ = std::make_shared<UnseenErrors>();
   PeerMessages peerMessages_{group_.options().groupName};
-  std::mutex streamsMutex_;  // guards the fields below
-  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
-  std::optional<c10::Device> lastDevice_;  // of the last call with tensors of a device
-  std::unique_ptr<PeerRoute> route_;       // see route(); once made, it stays
-  std::mutex sharingMutex_;                // guards sharing_, also while it is made
-  std::shared_ptr<PeerSharing> sharing_;
+  Mutex streamsMutex_;
+  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_
+      GUARDED_BY(streamsMutex_);
+  // Of the last call with tensors of a device.
+  std::optional<c10::Device> lastDevice_ GUARDED_BY(streamsMutex_);
+  // See route(); once made, it stays.
+  std::unique_ptr<PeerRoute> route_ GUARDED_BY(streamsMutex_);
+  std::atomic<PeerRoute*> madeRoute_ = nullptr;  // the same, without the lock
+  Mutex sharingMutex_;                           // also held while it is made
+  std::shared_ptr<PeerSharing> sharing_ GUARDED_BY(sharingMutex_);
   std::atomic<PeerSharing*> started_ = nullptr;  // the same, without the lock
 };
 

@@ -27,7 +27,7 @@ DeviceRanks::DeviceRanks(const at::Tensor& shown, int size)
     : ActiveRanks(shown, ones(size, true), size), isFilled_(currentOn(shown.device())) {}
 
 void DeviceRanks::push() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const uint64_t now = changes();
   if (now == pushed_) return;
   try {

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +10,7 @@
 #include "backend/device/own_stream.h"
 #include "backend/device/stream_mark.h"
 #include "base/deadline.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -24,14 +24,14 @@ class DeviceRanks final : public ActiveRanks {
   void pushAfter(uint64_t active) override;
 
  private:
-  void copyToDevice();
+  void copyToDevice() REQUIRES(mutex_);
   // Returns a stream that no other one holds up, if an accelerator drives the device.
-  c10::Stream stream(Deadline deadline);
+  c10::Stream stream(Deadline deadline) REQUIRES(mutex_);
 
   const StreamMark isFilled_;  // of the caller's stream
-  std::mutex mutex_;           // guards everything below
-  uint64_t pushed_ = 0;
-  std::optional<OwnStream> stream_;  // torch alone drives the device
+  Mutex mutex_;
+  uint64_t pushed_ GUARDED_BY(mutex_) = 0;
+  std::optional<OwnStream> stream_ GUARDED_BY(mutex_);  // torch alone drives the device
 };
 
 // Makes the tensor of a group with this many ranks. `shown`: the caller's tensor, of any device, or an

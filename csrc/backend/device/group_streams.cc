@@ -1,7 +1,6 @@
 #include "backend/device/group_streams.h"
 
 #include <map>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -71,12 +70,13 @@ bool canCopyRows(const OwnStream& stream) {
 
 // Lives until the process ends, as tensors of its memory may.
 PinnedPool* poolOf(const OwnStream& stream, size_t limit) {
-  static std::mutex mutex;
-  static auto* const pools = new std::map<std::pair<Accelerator*, int>, PinnedPool*>;
+  static Mutex mutex;
+  static auto* const pools PT_GUARDED_BY(mutex) =
+      new std::map<std::pair<Accelerator*, int>, PinnedPool*>;
   Accelerator* const accelerator = stream.accelerator();
   if (!accelerator) return nullptr;
   const int device = stream.stream().device_index();
-  std::lock_guard lock(mutex);
+  Lock lock(mutex);
   PinnedPool*& pool = (*pools)[{accelerator, device}];
   if (!pool) pool = new PinnedPool(*accelerator, device, limit);
   return pool;
@@ -102,14 +102,14 @@ c10::Stream GroupStreams::prompt() const {
 }
 
 const c10::Stream& GroupStreams::messages(const c10::Stream& callers) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return messages_.try_emplace(callers.id(), callers.device(), StreamRole::kFollows)
       .first->second.stream();
 }
 
 bool GroupStreams::mayWait(const c10::Stream& callers) {
   if (!waitWords_) return false;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto known = mayWait_.find(callers.id());
   if (known != mayWait_.end()) return known->second.isOwner;
   const auto native = idleStream(callers);

@@ -2,7 +2,6 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 
 #include <c10/core/Device.h>
 
@@ -10,6 +9,7 @@
 #include "backend/device/stream_words.h"
 #include "backend/device/wait_words.h"
 #include "backend/stream_settings.h"
+#include "base/mutex.h"
 #include "device/pinned_pool.h"
 
 namespace mooncake {
@@ -60,9 +60,10 @@ class GroupStreams {
   const bool copiesRows_;
   const std::unique_ptr<WaitWords> waitWords_;
   PinnedPool* const pinned_;
-  std::mutex mutex_;                                   // guards the fields below
-  std::map<c10::StreamId, Waits> mayWait_;             // by the caller's stream
-  std::map<c10::StreamId, const OwnStream> messages_;  // by the caller's stream
+  Mutex mutex_;
+  // By the caller's stream.
+  std::map<c10::StreamId, Waits> mayWait_ GUARDED_BY(mutex_);
+  std::map<c10::StreamId, const OwnStream> messages_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -6,7 +6,7 @@
 namespace mooncake {
 
 HostStaging::~HostStaging() {
-  dropOnDevice([&] { done_.reset(); });
+  dropOnDevice([&]() NOT_CHECKED { done_.reset(); });  // no other thread has it any more
 }
 
 void HostStaging::mark() {
@@ -27,7 +27,7 @@ Status HostStaging::fetch(Group& group) {
 }
 
 void HostStaging::giveBack() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isEnded_) return;
   const DeviceScope on(stream().device());
   if (!isReached_) reached().block(stream());  // without fetch(), for outputs alone
@@ -38,7 +38,7 @@ void HostStaging::giveBack() {
 }
 
 void HostStaging::abandon() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   isEnded_ = true;
 }
 
@@ -47,22 +47,22 @@ bool HostStaging::isOver() const {
 }
 
 bool HostStaging::isGiven() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return isGiven_;
 }
 
 bool HostStaging::isDone() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return isGiven_ && done_->query();
 }
 
 void HostStaging::block() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isGiven_) done_->block(callersStream());
 }
 
 void HostStaging::synchronize() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isGiven_) done_->synchronize();
 }
 

@@ -3,11 +3,11 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 
 #include "backend/device/staging.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -32,18 +32,18 @@ class HostStaging : public Staging {
   void synchronize() const override;
 
  protected:
-  // Enqueues the copies of the results, with our lock held.
-  virtual void copyResults() { copyOut(); }
+  // Enqueues the copies of the results.
+  virtual void copyResults() REQUIRES(mutex_) { copyOut(); }
   bool isGiven() const;
   // The results were given back, and the device has them.
   bool isDone() const;
 
  private:
   std::atomic<bool> isReached_ = false;  // the caller's stream has come to the operation
-  mutable std::mutex mutex_;             // guards everything below
-  bool isEnded_ = false;                 // given back or abandoned
-  bool isGiven_ = false;
-  std::optional<c10::Event> done_;  // none in the destructor
+  mutable Mutex mutex_;
+  bool isEnded_ GUARDED_BY(mutex_) = false;  // given back or abandoned
+  bool isGiven_ GUARDED_BY(mutex_) = false;
+  std::optional<c10::Event> done_ GUARDED_BY(mutex_);  // none in the destructor
 };
 
 }  // namespace mooncake

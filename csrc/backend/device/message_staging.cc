@@ -19,7 +19,7 @@ MessageStaging::MessageStaging(std::shared_ptr<GroupStreams> streams, const c10:
 
 MessageStaging::~MessageStaging() {
   if (place_) streams().waitWords()->giveBack(*place_);
-  dropOnDevice([&] {
+  dropOnDevice([&]() NOT_CHECKED {  // no other thread has it any more
     copied_.reset();
     done_.reset();
     beforeWait_.reset();
@@ -39,7 +39,7 @@ at::Tensor MessageStaging::emptyOnHost(const at::Tensor& tensor) {
 }
 
 void MessageStaging::watch(c10::intrusive_ptr<MessageWork> work) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   work_ = std::move(work);
 }
 
@@ -67,7 +67,7 @@ Status MessageStaging::fetch(Group& group) {
 }
 
 void MessageStaging::giveBack() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isEnded_) return;
   // The host has cleared a copy of its own. Else a peer that is lost quietly leaves that to us.
   const bool clears = device_.owner && hasOutputs() && work_ && !work_->isSuccess();
@@ -88,7 +88,7 @@ void MessageStaging::giveBack() {
 }
 
 void MessageStaging::abandon() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (std::exchange(isEnded_, true) || !place_) return;
   if (isEnqueued_) return rescue(false);
   WaitWords::release(*place_);
@@ -99,18 +99,19 @@ void MessageStaging::rescue(bool clears) {
   const auto self = std::static_pointer_cast<MessageStaging>(shared_from_this());
   Rescues::begin({.device = stream().device(),
                   .what = "the tensors of a receive that failed",
-                  .isReached = [self] { return self->beforeWait_->query(); },
+                  // Without the lock: once the copy is enqueued, the event stays as it is.
+                  .isReached = [self]() NOT_CHECKED { return self->beforeWait_->query(); },
                   .copy =
                       [self, clears](const c10::Stream& to) {
                         clears ? self->clearOutputs(to) : self->keepOutputs(to);
                       },
-                  .release = [self] { WaitWords::release(*self->place_); }});
+                  .release = [place = *place_] { WaitWords::release(place); }});
 }
 
 void MessageStaging::settle() {
   c10::intrusive_ptr<MessageWork> work;
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (isEnded_ || !work_ || !work_->finished()) return;
     work = work_;
   }
@@ -120,18 +121,18 @@ void MessageStaging::settle() {
 }
 
 void MessageStaging::release() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (place_ && !isRescued_) WaitWords::release(*place_);
 }
 
 bool MessageStaging::isOver() const {
   if (!hasOutputs()) return true;
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   return isEnqueued_ && done_->query();
 }
 
 void MessageStaging::block() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!hasOutputs()) return copied_->block(callersStream());
   if (!isEnqueued_ && !isEnded_ && work_ && mayWait_) return blockEarly();
   if (isEnqueued_) done_->block(callersStream());
@@ -153,7 +154,7 @@ void MessageStaging::blockEarly() {
 }
 
 void MessageStaging::synchronize() const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (isEnqueued_) done_->synchronize();
 }
 

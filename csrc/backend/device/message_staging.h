@@ -3,7 +3,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 
 #include "backend/device/group_streams.h"
@@ -11,6 +10,7 @@
 #include "backend/device/staging.h"
 #include "backend/device/wait_words.h"
 #include "backend/message_copies.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -53,25 +53,26 @@ class MessageStaging final : public Staging, public MessageCopies {
   at::Tensor emptyOnHost(const at::Tensor& tensor) override;
 
  private:
-  void blockEarly();
+  void blockEarly() REQUIRES(mutex_);
   // Has the copy filled when the caller's stream has come to the wait, and the stream released then.
   // `clears`: with zeros, else with the tensor's present contents.
-  void rescue(bool clears);
+  void rescue(bool clears) REQUIRES(mutex_);
 
   const bool hasWords_;
   const bool mayWait_;  // the caller's stream, for a word
   Find find_;
   MessageDevice device_;
-  mutable std::mutex mutex_;  // guards everything below
-  c10::intrusive_ptr<MessageWork> work_;
-  bool isEnded_ = false;                   // given back or abandoned
-  bool isRescued_ = false;                 // only the rescue releases the caller's stream
-  bool isEnqueued_ = false;                // the copy of a receive
-  std::optional<WaitWords::Place> place_;  // the caller's stream waits for it, or has done so
-  // None in the destructor: see ~Staging().
-  std::optional<c10::Event> copied_;      // of a send
-  std::optional<c10::Event> done_;        // of a receive
-  std::optional<c10::Event> beforeWait_;  // of the caller's stream
+  // Events are none in the destructor: see ~Staging().
+  std::optional<c10::Event> copied_;  // of a send; recorded before the message is posted
+  mutable Mutex mutex_;
+  c10::intrusive_ptr<MessageWork> work_ GUARDED_BY(mutex_);
+  bool isEnded_ GUARDED_BY(mutex_) = false;     // given back or abandoned
+  bool isRescued_ GUARDED_BY(mutex_) = false;   // only the rescue releases the caller's stream
+  bool isEnqueued_ GUARDED_BY(mutex_) = false;  // the copy of a receive
+  // The caller's stream waits for it, or has done so.
+  std::optional<WaitWords::Place> place_ GUARDED_BY(mutex_);
+  std::optional<c10::Event> done_ GUARDED_BY(mutex_);        // of a receive
+  std::optional<c10::Event> beforeWait_ GUARDED_BY(mutex_);  // of the caller's stream
 };
 
 }  // namespace mooncake

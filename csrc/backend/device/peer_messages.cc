@@ -75,7 +75,7 @@ Status PeerMessages::reaches(const Group& group, int peer) const {
 
 void PeerMessages::tell(const std::string& what, const std::string& why) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (!told_.insert(what).second) return;
   }
   log(LogLevel::kInfo, "group '" + name_ + "'", what + " go through host memory: ", why);

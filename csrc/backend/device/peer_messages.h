@@ -2,13 +2,13 @@
 
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
 
 #include <ATen/core/Tensor.h>
 
+#include "base/mutex.h"
 #include "collectives/point_to_point.h"
 #include "device/shared_pool.h"
 #include "group/group.h"
@@ -41,8 +41,8 @@ class PeerMessages {
   Status reaches(const Group& group, int peer) const;
 
   const std::string name_;
-  std::mutex mutex_;  // guards told_
-  std::set<std::string> told_;
+  Mutex mutex_;
+  std::set<std::string> told_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -74,7 +74,7 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   const c10::Stream callers = currentOn(device);
   const bool isRecorded = isCapturing(callers);
   const c10::DeviceGuard on(device);
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!calls_->isDecided()) {
     if (isRecorded) calls_->refuseUndecided(callers);
     decide(streams, deadline);
@@ -87,6 +87,7 @@ c10::intrusive_ptr<c10d::Work> PeerRoute::run(int rank,
   }
   calls_->checkDevice(device);
   const uint64_t number = calls_->submit(callers, isRecorded, [&](const c10::Stream& stream) {
+    mutex_.assertHeld();
     return enqueue(rank, call, kernel, stream, deadline);
   });
   if (isRecorded) {
@@ -176,7 +177,7 @@ void PeerRoute::fail(const Error& why) {
 }
 
 void PeerRoute::drain(Deadline deadline) const {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   calls_->drain(deadline);
 }
 

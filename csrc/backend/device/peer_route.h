@@ -4,7 +4,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "backend/device/kernel_calls.h"
 #include "backend/device/unseen_errors.h"
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "peers/peer_collectives.h"
 
 namespace mooncake {
@@ -45,28 +45,30 @@ class PeerRoute {
                                      const Collective& call, const KernelRun& kernel,
                                      Deadline deadline);
   // Waits until the kernels of all calls and replays have ended, or for the deadline.
-  void drain(Deadline deadline) const;
+  void drain(Deadline deadline) const EXCLUDES(mutex_);
+  // Whether kernels do calls of the group.
+  bool hasKernels() const { return started_.load() != nullptr; }
   // Ok, or the error that has ended the kernels' operations. Does not wait.
   Status usable() const;
   // Ends them with this error. Does not wait.
   void fail(const Error& why);
 
  private:
-  void decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline);
+  void decide(const std::shared_ptr<GroupStreams>& streams, Deadline deadline) REQUIRES(mutex_);
   void checkRecording(const c10::Stream& callers, const Collective& call,
-                      const KernelRun& kernel) const;
+                      const KernelRun& kernel) const REQUIRES(mutex_);
   uint64_t enqueue(int rank, const Collective& call, const KernelRun& kernel,
-                   const c10::Stream& stream, Deadline deadline) const;
-  bool hasPieces(const Collective& call, const KernelRun& kernel) const {
+                   const c10::Stream& stream, Deadline deadline) const REQUIRES(mutex_);
+  bool hasPieces(const Collective& call, const KernelRun& kernel) const REQUIRES(mutex_) {
     return peers_->hasPieces(size_t(kernel.count) * call.first().itemsize(), size_t(kernel.parts));
   }
 
   const MakeGroup makeGroup_;
   const Settings settings_;
-  mutable std::mutex mutex_;  // guards the fields below, and keeps numbers in the stream's order
-  const std::shared_ptr<KernelCalls> calls_;         // as long as the kernels
-  std::shared_ptr<PeerCollectives> peers_;           // null: calls are staged
-  std::atomic<PeerCollectives*> started_ = nullptr;  // the same, without the lock
+  mutable Mutex mutex_;  // also keeps numbers in the stream's order
+  const std::shared_ptr<KernelCalls> calls_ GUARDED_BY(mutex_);  // as long as the kernels
+  std::shared_ptr<PeerCollectives> peers_ GUARDED_BY(mutex_);    // null: calls are staged
+  std::atomic<PeerCollectives*> started_ = nullptr;              // the same, without the lock
 };
 
 }  // namespace mooncake

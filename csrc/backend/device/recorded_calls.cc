@@ -44,7 +44,8 @@ RecordedCalls::~RecordedCalls() {
 RecordedCalls::Place RecordedCalls::begin(bool isNewGraph) {
   const DeviceStream native = stream_.native();
   if (isNewGraph) {
-    std::scoped_lock lock(orderMutex_, mutex_);
+    Lock order(orderMutex_);
+    Lock lock(mutex_);
     isBegun_ = false;
     GraphWords* const words = orThrow(GraphWords::make(*stream_.accelerator()));
     throwIfError(order_.beforeGraph(native));
@@ -53,7 +54,7 @@ RecordedCalls::Place RecordedCalls::begin(bool isNewGraph) {
     graphs_.push_back({words, {}});
     isBegun_ = true;
   }
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!isBegun_) {
     throwError({ErrorCode::kSystem,
                 "the first operation of the group in this capture could not be recorded. Begin the "
@@ -65,39 +66,39 @@ RecordedCalls::Place RecordedCalls::begin(bool isNewGraph) {
 }
 
 void RecordedCalls::end() {
-  std::lock_guard order(orderMutex_);
+  Lock order(orderMutex_);
   throwIfError(order_.afterGraphs(stream_.native()));
 }
 
 c10::Stream RecordedCalls::beginCopies() {
   constexpr std::chrono::seconds kPatience{1};
   const DeviceStream moving = orThrow(stream_.queues()->findMoving(Deadline::after(kPatience)));
-  std::lock_guard lock(copiesMutex_);
+  Lock lock(copiesMutex_);
   isCopying_ = true;
   isMarked_ = false;
   return OwnStream::named(stream().device(), moving);
 }
 
 void RecordedCalls::markCopies(const c10::Stream& stream) {
-  std::lock_guard lock(copiesMutex_);
+  Lock lock(copiesMutex_);
   throwIfError(copied_->record(OwnStream::nativeOf(stream)));
   isMarked_ = true;
 }
 
 bool RecordedCalls::areCopied() {
-  std::lock_guard lock(copiesMutex_);
+  Lock lock(copiesMutex_);
   if (isCopying_) isCopying_ = !isMarked_ || !orThrow(copied_->hasHappened());
   return !isCopying_;
 }
 
 bool RecordedCalls::hasLateCopies() const {
-  std::lock_guard lock(copiesMutex_);
+  Lock lock(copiesMutex_);
   return isCopying_;
 }
 
 void RecordedCalls::keep(std::shared_ptr<GraphStaging> staging, Replay call) {
   const Place place = staging->place();
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto graph = std::ranges::find(graphs_, place.words, &Graph::words);
   graph->operations[place.number - 1] = {std::move(staging), std::move(call)};
 }
@@ -105,7 +106,7 @@ void RecordedCalls::keep(std::shared_ptr<GraphStaging> staging, Replay call) {
 uint32_t RecordedCalls::announce() {
   const uint32_t number =
       StreamStaging::nextNumber(*streams_->words(), streams_->collectives(), settings_.limit);
-  std::lock_guard order(orderMutex_);
+  Lock order(orderMutex_);
   throwIfError(order_.beforeCall());
   throwIfError(streams_->words()->tell(number));
   return number;
@@ -113,7 +114,7 @@ uint32_t RecordedCalls::announce() {
 
 void RecordedCalls::follow(uint32_t number, std::function<void()> call) {
   {
-    std::lock_guard lock(mutex_);
+    Lock lock(mutex_);
     if (waiting_.empty()) lastStep_ = Clock::now();
     waiting_.push_back({number, std::move(call)});
     changed_.notify_all();
@@ -122,7 +123,7 @@ void RecordedCalls::follow(uint32_t number, std::function<void()> call) {
 }
 
 void RecordedCalls::skip() {
-  std::lock_guard order(orderMutex_);
+  Lock order(orderMutex_);
   // Later replays would not wait for this call.
   const Status marked = order_.afterCall();
   if (!marked.ok()) group_.fail(marked.error());
@@ -164,22 +165,22 @@ void RecordedCalls::failIfLate() {
 
 // The next operation of a replay comes soon after the last one, if one comes. The longer nothing has
 // come, the longer the pause: a group without replays costs little.
-void RecordedCalls::pause(std::unique_lock<std::mutex>& lock) {
+void RecordedCalls::pause() {
   constexpr Clock::duration kBusy = std::chrono::microseconds(100);
   constexpr Clock::duration kShortest = std::chrono::microseconds(5);
   constexpr Clock::duration kLongest = std::chrono::milliseconds(2);
   const Clock::duration idle = Clock::now() - lastStep_;
   if (idle < kBusy) {
-    lock.unlock();
+    const UnlockedScope unlocked(mutex_);
     std::this_thread::yield();
-    lock.lock();
     return;
   }
-  changed_.wait_for(lock, std::clamp(idle / 32, kShortest, kLongest), [&] { return isStopped_; });
+  changed_.wait_for(mutex_, std::clamp(idle / 32, kShortest, kLongest),
+                    [&]() REQUIRES(mutex_) { return isStopped_; });
 }
 
 void RecordedCalls::run() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while (!isStopped_) {
     // In this order: a call that the device has come to before a replay is made before it.
     Place place;
@@ -187,7 +188,7 @@ void RecordedCalls::run() {
     const auto calls = takeReached();
     if (!isRung && calls.empty()) {
       failIfLate();
-      pause(lock);
+      pause();
       continue;
     }
     Operation operation;
@@ -213,7 +214,7 @@ void RecordedCalls::run() {
 
 // The thread's last act. The group has failed, so no call waits for other ranks.
 void RecordedCalls::endAll() {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   const auto calls = std::exchange(waiting_, {});
   const auto graphs = graphs_;
   lock.unlock();
@@ -239,7 +240,8 @@ void RecordedCalls::serve(const Place& place, const Operation& operation) {
 void RecordedCalls::drain(Deadline deadline) {
   while (group_.usable().ok() && !deadline.passed()) {
     {
-      std::scoped_lock lock(orderMutex_, mutex_);
+      Lock order(orderMutex_);
+      Lock lock(mutex_);
       const auto isOver = order_.isOver();
       if (!isOver.ok() || (*isOver && waiting_.empty() && !isMaking_)) return;
     }
@@ -248,16 +250,17 @@ void RecordedCalls::drain(Deadline deadline) {
 }
 
 void RecordedCalls::settle(Deadline deadline) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   while ((!waiting_.empty() || isMaking_) && !isStopped_ && !deadline.passed())
-    changed_.wait_for(lock, std::chrono::milliseconds(1));
+    changed_.wait_for(mutex_, std::chrono::milliseconds(1));
 }
 
 bool RecordedCalls::stop(Deadline deadline) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   isStopped_ = true;
   changed_.notify_all();
-  if (!changed_.wait_until(lock, deadline.when(), [&] { return isOver_; })) return false;
+  const auto isOver = [&]() REQUIRES(mutex_) { return isOver_; };
+  if (!changed_.wait_until(mutex_, deadline.when(), isOver)) return false;
   lock.unlock();
   if (thread_.joinable()) thread_.join();
   return true;

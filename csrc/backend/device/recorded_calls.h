@@ -1,13 +1,11 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -17,6 +15,7 @@
 #include "backend/device/own_stream.h"
 #include "backend/replays.h"
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "device/graph_memory.h"
 #include "device/graph_words.h"
 #include "group/group.h"
@@ -99,35 +98,36 @@ class RecordedCalls final : public Replays {
 
   RecordedCalls(Group& group, std::shared_ptr<GroupStreams> streams, Settings settings);
   void run();
-  // With the lock. The first two find the work that there is.
-  bool findRung(Place& place);
-  std::vector<std::function<void()>> takeReached();
-  void failIfLate();
-  void pause(std::unique_lock<std::mutex>& lock);
-  // Without the lock.
-  void serve(const Place& place, const Operation& operation);
-  void endAll();
+  // The first two find the work that there is.
+  bool findRung(Place& place) REQUIRES(mutex_);
+  std::vector<std::function<void()>> takeReached() REQUIRES(mutex_);
+  void failIfLate() REQUIRES(mutex_);
+  void pause() REQUIRES(mutex_);
+  void serve(const Place& place, const Operation& operation) EXCLUDES(mutex_);
+  void endAll() EXCLUDES(mutex_);
 
   Group& group_;
   const std::shared_ptr<GroupStreams> streams_;
   const Settings settings_;
   const OwnStream stream_;
   GraphMemory memory_;
-  mutable std::mutex orderMutex_;  // guards order_, and keeps numbers in its order
-  ReplayOrder order_;
-  mutable std::mutex copiesMutex_;  // guards the three fields below
-  const std::unique_ptr<DeviceEvent> copied_;
-  bool isCopying_ = false;
-  bool isMarked_ = false;  // copied_ is behind the copies
-  std::mutex mutex_;       // guards everything below
-  std::condition_variable changed_;
-  std::vector<Graph> graphs_;
-  std::deque<Waiting> waiting_;
-  Clock::time_point lastStep_ = Clock::now();
-  bool isBegun_ = false;   // the graph that is recorded waits for the host at its beginning
-  bool isMaking_ = false;  // the thread makes calls that are not in waiting_ any more
-  bool isStopped_ = false;
-  bool isOver_ = false;  // the thread does nothing any more
+  Mutex orderMutex_;  // also keeps numbers in the order of order_; taken before mutex_
+  ReplayOrder order_ GUARDED_BY(orderMutex_);
+  mutable Mutex copiesMutex_;
+  const std::unique_ptr<DeviceEvent> copied_ PT_GUARDED_BY(copiesMutex_);
+  bool isCopying_ GUARDED_BY(copiesMutex_) = false;
+  bool isMarked_ GUARDED_BY(copiesMutex_) = false;  // copied_ is behind the copies
+  Mutex mutex_;
+  Condition changed_;
+  std::vector<Graph> graphs_ GUARDED_BY(mutex_);
+  std::deque<Waiting> waiting_ GUARDED_BY(mutex_);
+  Clock::time_point lastStep_ GUARDED_BY(mutex_) = Clock::now();
+  // The graph that is recorded waits for the host at its beginning.
+  bool isBegun_ GUARDED_BY(mutex_) = false;
+  // The thread makes calls that are not in waiting_ any more.
+  bool isMaking_ GUARDED_BY(mutex_) = false;
+  bool isStopped_ GUARDED_BY(mutex_) = false;
+  bool isOver_ GUARDED_BY(mutex_) = false;  // the thread does nothing any more
   std::thread thread_;
 };
 

@@ -17,12 +17,12 @@ Status ReplayStaging::fetch(Group& group) {
 }
 
 void ReplayStaging::giveBack() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (!std::exchange(isEnded_, true)) graph_->release();
 }
 
 void ReplayStaging::abandon() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (std::exchange(isEnded_, true)) return;
   graph_->restoreOutputs();
   graph_->release();

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
 #include "backend/device/graph_staging.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -33,8 +33,8 @@ class ReplayStaging final : public Staging {
 
  private:
   const std::shared_ptr<GraphStaging> graph_;
-  std::mutex mutex_;  // guards isEnded_
-  bool isEnded_ = false;
+  Mutex mutex_;
+  bool isEnded_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake

@@ -31,7 +31,7 @@ Rescues& Rescues::ofProcess() {
 void Rescues::begin(Rescue rescue) { ofProcess().add(std::move(rescue)); }
 
 void Rescues::add(Rescue&& rescue) {
-  std::unique_lock lock(mutex_);
+  Lock lock(mutex_);
   if (!thread_.joinable()) {
     auto started = startThread("mooncake-rescue", [this] { run(); });
     if (!started.ok()) {
@@ -50,11 +50,12 @@ void Rescues::run() {
   std::chrono::microseconds pause = kShortestPause;
   for (;;) {
     {
-      std::unique_lock lock(mutex_);
+      Lock lock(mutex_);
       if (pending.empty()) {
-        changed_.wait(lock, [this] { return !added_.empty(); });
+        changed_.wait(mutex_, [this]() REQUIRES(mutex_) { return !added_.empty(); });
         pause = kShortestPause;
-      } else if (changed_.wait_for(lock, pause, [this] { return !added_.empty(); })) {
+      } else if (changed_.wait_for(mutex_, pause,
+                                   [this]() REQUIRES(mutex_) { return !added_.empty(); })) {
         pause = kShortestPause;
       }
       pending.splice(pending.end(), added_);

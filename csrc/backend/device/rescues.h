@@ -1,9 +1,7 @@
 #pragma once
 
-#include <condition_variable>
 #include <functional>
 #include <list>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -12,6 +10,7 @@
 #include <c10/core/Stream.h>
 
 #include "base/deadline.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -57,10 +56,10 @@ class Rescues {
   static void release(Pending& pending);
   static void giveUp(Pending& pending, const std::string& why);
 
-  std::mutex mutex_;  // guards the fields below
-  std::condition_variable changed_;
-  std::list<Pending> added_;
-  std::thread thread_;
+  Mutex mutex_;
+  Condition changed_;
+  std::list<Pending> added_ GUARDED_BY(mutex_);
+  std::thread thread_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

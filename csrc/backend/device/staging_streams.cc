@@ -18,7 +18,7 @@ std::shared_ptr<Staging> StagingStreams::stagingOn(const c10::Device& device) {
 }
 
 std::shared_ptr<GroupStreams> StagingStreams::on(const c10::Device& device) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   auto& streams = streams_[{device.type(), device.index()}];
   if (!streams) streams = std::make_shared<GroupStreams>(device, settings_);
   return streams;

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include <c10/core/Device.h>
@@ -11,6 +10,7 @@
 
 #include "backend/device/group_streams.h"
 #include "backend/device/staging.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -34,8 +34,9 @@ class StagingStreams {
 
   const StreamSettings settings_;
   const std::chrono::milliseconds limit_;
-  std::mutex mutex_;  // guards streams_
-  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_;
+  Mutex mutex_;
+  std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::shared_ptr<GroupStreams>> streams_
+      GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

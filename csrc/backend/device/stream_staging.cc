@@ -63,14 +63,14 @@ Status StreamStaging::fetch(Group& group) {
 Status StreamStaging::fetchAgain(Group& group) { return fetchAgainOn(streams().prompt(), group); }
 
 void StreamStaging::giveBack() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (std::exchange(isEnded_, true)) return;
   words().release(number_);
   forgetTensors();
 }
 
 void StreamStaging::abandon() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (std::exchange(isEnded_, true) || !isMarked_) return;
   const auto self = std::static_pointer_cast<StreamStaging>(shared_from_this());
   Rescues::begin({.device = stream().device(),

@@ -2,12 +2,12 @@
 
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 
 #include "backend/device/group_streams.h"
 #include "backend/device/staging.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -47,8 +47,8 @@ class StreamStaging final : public Staging {
   // None in the destructor: see ~Staging().
   std::optional<c10::Event> copied_;  // the inputs are there
   std::optional<c10::Event> done_;
-  std::mutex mutex_;  // guards isEnded_
-  bool isEnded_ = false;
+  Mutex mutex_;
+  bool isEnded_ GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace mooncake

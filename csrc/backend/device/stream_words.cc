@@ -23,7 +23,7 @@ StreamWords::StreamWords(Accelerator& accelerator, DeviceStream stream, std::spa
 StreamWords::~StreamWords() { accelerator_.freePinned(bytes_); }
 
 std::optional<uint32_t> StreamWords::next() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   // The word's last operation is past its wait once the stream has told a later one.
   if (next_ - memory_.told.load(std::memory_order_acquire) >= kWords) return std::nullopt;
   return next_++;

@@ -1,10 +1,10 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 
@@ -45,8 +45,8 @@ class StreamWords {
   const DeviceStream stream_;
   const std::span<std::byte> bytes_;
   Memory& memory_;
-  std::mutex mutex_;  // guards next_
-  uint32_t next_ = 1;
+  Mutex mutex_;
+  uint32_t next_ GUARDED_BY(mutex_) = 1;
 };
 
 }  // namespace mooncake

@@ -94,7 +94,7 @@ void* SymmetricAllocator::allocate(size_t size, c10::Device device) {
                   .descriptor = std::move(allocated.descriptor)};
   made->useCurrentStream();
   clearPad(*made);
-  std::lock_guard lock(state_.mutex);
+  Lock lock(state_.mutex);
   made->shared.allocation.number = ++state_.lastNumber;
   void* const data = made->memory.data();
   state_.entries.emplace(data, Entry{std::move(made), {}});
@@ -126,7 +126,7 @@ void SymmetricAllocator::free(void* ptr) {
   if (c10d::symmetric_memory::is_finalizing() || state_.generation != forkGeneration()) return;
   unlocked_([&] {
     Entry entry;  // ends without the lock
-    std::lock_guard lock(state_.mutex);
+    Lock lock(state_.mutex);
     const auto found = state_.entries.find(ptr);
     if (found == state_.entries.end()) return;
     entry = std::move(found->second);
@@ -142,13 +142,13 @@ size_t SymmetricAllocator::get_alloc_size(void* ptr) {
 
 // Without an allocation: it is none of ours.
 SymmetricAllocator::Entry SymmetricAllocator::find(void* ptr) {
-  std::lock_guard lock(state_.mutex);
+  Lock lock(state_.mutex);
   const auto found = state_.entries.find(ptr);
   return found == state_.entries.end() ? Entry() : found->second;
 }
 
 bool SymmetricAllocator::has_allocation(void* ptr) {
-  std::lock_guard lock(state_.mutex);
+  Lock lock(state_.mutex);
   return state_.entries.contains(ptr);
 }
 
@@ -184,7 +184,7 @@ SymmetricAllocator::Handle SymmetricAllocator::meet(void* ptr, const std::string
   auto handle = c10::make_intrusive<MappedSymmetricMemory>(group, own, std::move(mapped),
                                                            backend.group().options().globalRanks);
   Handle replaced;  // ends without the lock
-  std::lock_guard lock(state_.mutex);
+  Lock lock(state_.mutex);
   const auto found = state_.entries.find(ptr);
   if (found != state_.entries.end() && found->second.allocation == own)
     replaced = std::exchange(found->second.handles[group], handle);

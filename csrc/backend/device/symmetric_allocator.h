@@ -9,12 +9,12 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "backend/device/symmetric_memory.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -51,9 +51,9 @@ class SymmetricAllocator final : public c10d::symmetric_memory::SymmetricMemoryA
   // Stays when the process ends: the accelerators may be gone by then.
   struct State {
     const uint32_t generation = forkGeneration();
-    std::mutex mutex;
-    std::map<void*, Entry> entries;
-    uint64_t lastNumber = 0;
+    Mutex mutex;
+    std::map<void*, Entry> entries GUARDED_BY(mutex);
+    uint64_t lastNumber GUARDED_BY(mutex) = 0;
     const std::shared_ptr<std::atomic<size_t>> bytes = std::make_shared<std::atomic<size_t>>(0);
     const std::shared_ptr<DeferredEnds> ends = std::make_shared<DeferredEnds>();
   };

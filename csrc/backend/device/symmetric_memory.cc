@@ -19,7 +19,7 @@ namespace mooncake {
 
 void SymmetricAllocation::use(DeviceStream stream) const {
   const auto isSame = [&](DeviceStream known) { return known.handle == stream.handle; };
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   if (std::ranges::none_of(streams_, isSame)) streams_.push_back(stream);
 }
 
@@ -31,7 +31,7 @@ void SymmetricAllocation::defer(std::function<void()> end) const noexcept {
   if (c10d::symmetric_memory::is_finalizing() || generation != forkGeneration()) return;
   try {
     useCurrentStream();
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     auto streams = streams_;
     lock.unlock();
     ends->add(accelerator, std::move(streams), std::move(end));

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
@@ -16,6 +15,7 @@
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
 #include "base/fork.h"
+#include "base/mutex.h"
 #include "device/deferred_ends.h"
 #include "peers/peer_sharing.h"
 
@@ -50,8 +50,8 @@ struct SymmetricAllocation {
   void defer(std::function<void()> end) const noexcept;
 
  private:
-  mutable std::mutex mutex_;  // guards the field below
-  mutable std::vector<DeviceStream> streams_;
+  mutable Mutex mutex_;
+  mutable std::vector<DeviceStream> streams_ GUARDED_BY(mutex_);
 };
 
 // Allocations of all ranks of a process group, as torch hands them out. Keeps this rank's allocation

@@ -43,13 +43,13 @@ std::exception_ptr errorOf(c10d::Work& work) {
 }  // namespace
 
 void UnseenErrors::add(WorkPtr work, Flag isRaised) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   entries_.push_back({std::move(work), std::move(isRaised)});
 }
 
 UnseenErrors::Unseen UnseenErrors::first() {
   std::vector<Entry> ended;  // dropped without the lock
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   const auto isUnseen = [](const Entry& entry) {
     return !*entry.isRaised && errorOf(*entry.work) != nullptr;
   };

@@ -3,10 +3,11 @@
 #include <atomic>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -30,13 +31,15 @@ class UnseenErrors {
   Unseen first();
 
  private:
-  std::mutex mutex_;  // guards everything below
   struct Entry {
     WorkPtr work;
     Flag isRaised;
   };
-  std::vector<Entry> entries_;  // in the order of add()
-  Entry first_;                 // the operation whose error is not raised yet; none: null
+
+  Mutex mutex_;
+  std::vector<Entry> entries_ GUARDED_BY(mutex_);  // in the order of add()
+  // The operation whose error is not raised yet; none: null.
+  Entry first_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

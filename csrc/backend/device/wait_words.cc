@@ -23,7 +23,7 @@ WaitWords::WaitWords(Accelerator& accelerator, std::span<std::byte> memory)
 WaitWords::~WaitWords() { accelerator_.freePinned(bytes_); }
 
 Result<WaitWords::Place> WaitWords::take() {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   // A rescue may still have to write the number of the place's last owner.
   const auto ready = std::ranges::find_if(free_, [](const Place& place) {
     return place.word->load(std::memory_order_acquire) == place.number;
@@ -38,7 +38,7 @@ Result<WaitWords::Place> WaitWords::take() {
 }
 
 void WaitWords::giveBack(const Place& place) {
-  std::lock_guard lock(mutex_);
+  Lock lock(mutex_);
   free_.push_back(place);
 }
 

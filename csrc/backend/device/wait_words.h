@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <span>
 
+#include "base/mutex.h"
 #include "base/result.h"
 #include "device/accelerator.h"
 
@@ -42,8 +42,8 @@ class WaitWords {
 
   Accelerator& accelerator_;
   const std::span<std::byte> bytes_;
-  std::mutex mutex_;        // guards free_
-  std::deque<Place> free_;  // given back last: at the back
+  Mutex mutex_;
+  std::deque<Place> free_ GUARDED_BY(mutex_);  // given back last: at the back
 };
 
 }  // namespace mooncake

@@ -32,7 +32,7 @@ ep::RowFormat formatOf(const EpBuffer::DispatchArguments& given) {
 }  // namespace
 
 std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Deadline deadline) {
-  return ours.group().makeGroup("ep", ep::slotBytesFor(ours.getSize()), ep::kMailboxBytes, raises,
+  return ours.group().makeGroup("ep", ep::slotBytesFor(ours.getSize()), ep::kPushBytes, raises,
                                 deadline);
 }
 
@@ -355,14 +355,16 @@ std::shared_ptr<EpWork> EpBuffer::submit(Call call, Ends ends,
       return before->status().ok() ? run(memory) : before->status();
     };
   }
-  std::shared_ptr<ep::Task> task;
-  {
-    // No other call may come between the mark and the place in the queue.
-    std::unique_lock order(orderMutex_, std::defer_lock);
-    if (isOrdered) order.lock();
+  const auto queue = [&] {
     if (staging) staging->mark();
-    task = buffer_->submit(std::move(run), inBackground || isOrdered);
-  }
+    return buffer_->submit(std::move(run), inBackground || isOrdered);
+  };
+  const auto queueInOrder = [&] {
+    // No other call may come between the mark and the place in the queue.
+    const Guard order(orderMutex_);
+    return queue();
+  };
+  std::shared_ptr<ep::Task> task = isOrdered ? queueInOrder() : queue();
   interrupt.rethrow();
   if (kept) buffer_->keepResult(kept, task);
   auto work = std::make_shared<EpTaskWork>(buffer_, std::move(task), staging, options_.blocks);

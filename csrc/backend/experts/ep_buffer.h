@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -18,6 +17,7 @@
 #include "backend/experts/token_kernels.h"
 #include "base/block_cache.h"
 #include "base/deadline.h"
+#include "base/mutex.h"
 #include "base/result.h"
 #include "ep/buffer.h"
 
@@ -196,7 +196,7 @@ class EpBuffer {
   const std::shared_ptr<BlockCache> results_;  // keeps at most as much as the buffer has
   StagingStreams streams_;
   const std::unique_ptr<EpNormal> normal_;
-  std::recursive_mutex orderMutex_;  // as CallOrder::mutex()
+  RecursiveMutex orderMutex_;  // held as CallOrder::mutex()
   // The results of nextCombineBuffer(), until the next combine.
   std::optional<ep::Buffer::NextSend> inPlace_;
   std::optional<at::Tensor> inPlaceOnDevice_;

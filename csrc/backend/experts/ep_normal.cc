@@ -197,6 +197,7 @@ EpNormal::Counts EpNormal::count(const Dispatch& given, bool kernels) {
   MaybeTensor mask;
   if (given.activeRanks) mask = maskOn(c10::kCPU, given.activeRanks, size_);
   HostTokens(ours_).setParticipation(*run, nullptr, {}, mask, kernels ? -1 : given.timeoutMicros);
+  run->goesOn = true;
   carryOut({run, nullptr}, 1);
   counts.all = std::move(run->census.all);
   counts.there = run->ending.participants;
@@ -296,7 +297,8 @@ EpNormal::Arrived EpNormal::sendCounted(const Dispatch& given, const Tensors& fi
     MaybeTensor mask;
     if (given.activeRanks) mask = maskOn(c10::kCPU, given.activeRanks, size_);
     host.setParticipation(*run, nullptr, flagsOf(there, size_), mask, given.timeoutMicros);
-    carryOut({run, nullptr}, int(piece + 1 < pieces));
+    run->goesOn = piece + 1 < pieces;
+    carryOut({run, nullptr}, int(run->goesOn));
     there &= run->ending.participants;
     route.pieces.push_back({begin, end, {ours_.buffer(), run->call.handle, c10::kCPU}, {}});
     if (pieces > 1) route.pieces.back().firstRows = filled;
@@ -437,7 +439,8 @@ EpNormal::Arrived EpNormal::again(const Dispatch& given) {
                                     step, route.hidden, into, places, counts, agreed);
     run->zerosOthers = true;
     host.setParticipation(*run, staging.get(), route.participants, mask, given.timeoutMicros);
-    carryOut({run, staging}, int(piece + 1 < pieces));
+    run->goesOn = piece + 1 < pieces;
+    carryOut({run, staging}, int(run->goesOn));
     for (size_t r = 0; r < filled.size(); ++r) {
       for (size_t i = 0; i < into.size() && isApart; ++i)
         arrived.fields[i]

@@ -73,7 +73,10 @@ Status BoundedRun::read() {
 Status BoundedRun::run(const ep::Memory& memory, const Status& inputs, Deadline deadline) {
   if (of) call.agreed = with(call.agreed, *of);
   MOONCAKE_TRY(countAll(memory, inputs, deadline));
-  MOONCAKE_TRY(checkCounts(memory.group));
+  if (Status checked = checkCounts(memory.group); !checked.ok()) {
+    memory.group.renewal().callEnds();  // as on all ranks
+    return checked;
+  }
   mask &= counted_;
   MOONCAKE_TRY(TokensRun::run(memory, {}, deadline));
   show(memory.group.rank());
@@ -91,6 +94,7 @@ Status BoundedRun::countAll(const ep::Memory& memory, const Status& inputs, Dead
       if (rank != ep::kNoExpert) ++census_.numbers[kForRanks + size_t(rank)];
   }
   fillIn(census_, inputs, deadline);
+  census_.goesOn = true;
   ep::Ending counted;
   MOONCAKE_TRY(ep::count(memory, census_, counted));
   counted_ = std::move(counted.participants);

@@ -21,6 +21,7 @@ class NormalRun : public EpRun {
   std::optional<at::Tensor> activeRanks;
   GroupRanks mask;
   std::optional<Clock::duration> patience;
+  bool goesOn = false;  // further operations of the call follow
   ep::Ending ending;
 
  protected:
@@ -30,6 +31,7 @@ class NormalRun : public EpRun {
     call.mask = mask;
     call.deadline = deadline;
     call.patience = patience;
+    call.goesOn = goesOn;
   }
   Status ended(Status status, const ep::Memory& memory) const;
 };

@@ -235,6 +235,50 @@ TEST(Flush, WhoWasLeftOutEndsItWhenAllOthersHave) {
   EXPECT_EQ(decision.endedBy(reports[1]), 4u) << "rank 2 is still to take it over";
 }
 
+// -- the close of a series
+
+constexpr uint64_t kNext = 7, kOther = 9;  // successors
+
+std::vector<FlushReport> readyOnes(std::vector<FlushReport> reports, uint64_t wish) {
+  for (FlushReport& report : reports) report.ready = {kNext, kOther};
+  reports.back().wish = wish;
+  return reports;
+}
+
+TEST(FlushClose, ThePlaceIsBeforeTheNextOperationOrBehindOneThatIsBegunOrFails) {
+  const auto closeOf = [](const std::vector<Reporter>& reporters) {
+    return decide(readyOnes(reportsOf(reporters), kNext)).close;
+  };
+  const Reporter idle{.ended = 4, .hasBegun = false};
+  EXPECT_EQ(closeOf({idle, idle}), (SeriesClose{kNext, 4}));
+  EXPECT_EQ(closeOf({idle, {.ended = 4}}), (SeriesClose{kNext, 5}));
+  EXPECT_EQ(closeOf({idle, {.ended = 3}}), (SeriesClose{kNext, 4})) << "begun, but not the next";
+  const Reporter fails{.ended = 4, .abort = AbortReason::kTimeout, .hasBegun = false};
+  EXPECT_EQ(closeOf({idle, fails}), (SeriesClose{kNext, 5}));
+}
+
+TEST(FlushClose, AllMustBeReadyAndOneMustWish) {
+  const auto reports = reportsOf({{.ended = 4}, {.ended = 4}, {.ended = 4}});
+  EXPECT_FALSE(decide(readyOnes(reports, 0)).close);
+  auto one = readyOnes(reports, kNext);
+  one[0].ready = {kOther};
+  EXPECT_FALSE(decide(one).close);
+  one[0].hasLeft = true;
+  EXPECT_TRUE(decide(one).close) << "it does not go on";
+  one[1].wish = kOther;
+  EXPECT_EQ(decide(one).close->successor, kNext) << "the smaller of two";
+  one[0].hasLeft = false;
+  EXPECT_EQ(decide(one).close->successor, kOther) << "the one for which all are ready";
+}
+
+TEST(FlushClose, ADecidedOneStands) {
+  auto reports = readyOnes(reportsOf({{.ended = 4}, {.ended = 4}}), kNext);
+  reports[0].closing = SeriesClose{kOther, 4};
+  EXPECT_EQ(decide(reports).close, (SeriesClose{kOther, 4}));
+  for (FlushReport& report : reports) report.ready = {};
+  EXPECT_EQ(decide(reports).close, (SeriesClose{kOther, 4}));
+}
+
 // Reports come in a different order at every rank, and after different losses.
 TEST(Flush, TheOrderOfReportsDoesNotMatter) {
   std::mt19937_64 random(1);
@@ -257,6 +301,13 @@ TEST(Flush, TheOrderOfReportsDoesNotMatter) {
       }
     }
     auto reports = reportsOf(reporters);
+    for (FlushReport& report : reports) {
+      if (below(4)) report.ready = {kNext};
+      if (below(3)) report.ready.push_back(kOther);
+      report.wish = below(2) ? 0 : below(2) ? kNext : kOther;
+      report.hasLeft = below(8) == 0;
+      if (below(16) == 0) report.closing = SeriesClose{kOther, 40};
+    }
     const Error* lost = below(2) ? &kLost : nullptr;
     const FlushDecision first = decide(reports, lost);
     std::shuffle(reports.begin(), reports.end(), random);
@@ -265,6 +316,7 @@ TEST(Flush, TheOrderOfReportsDoesNotMatter) {
     ASSERT_EQ(first.error.code, second.error.code);
     ASSERT_EQ(first.error.message, second.error.message);
     ASSERT_EQ(first.leftOut, second.leftOut);
+    ASSERT_EQ(first.close, second.close);
     ASSERT_EQ(first.failed.size(), second.failed.size());
     for (size_t i = 0; i < first.failed.size(); ++i) {
       ASSERT_EQ(first.failed[i].number, second.failed[i].number);
@@ -291,7 +343,10 @@ FlushReport someReport() {
           .skipping = {{39, {0, 3}, {1}}, {40, {2}, {}}},
           .stoppedAt = 42,
           .hasBegun = true,
-          .wantsToSkip = true};
+          .wantsToSkip = true,
+          .ready = {5, ~uint64_t(0)},
+          .wish = 5,
+          .closing = SeriesClose{6, 43}};
 }
 
 Result<FlushReport> decode(const Bytes& bytes, int size = 4) {
@@ -326,6 +381,10 @@ TEST(FlushReport, ComesBackAsItWas) {
     EXPECT_EQ(decoded->stoppedAt, sent.stoppedAt);
     EXPECT_EQ(decoded->hasBegun, sent.hasBegun);
     EXPECT_EQ(decoded->wantsToSkip, sent.wantsToSkip);
+    EXPECT_EQ(decoded->ready, sent.ready);
+    EXPECT_EQ(decoded->wish, sent.wish);
+    EXPECT_EQ(decoded->closing, sent.closing);
+    EXPECT_FALSE(decoded->hasLeft);
     ASSERT_EQ(decoded->skipping.size(), sent.skipping.size());
     for (size_t i = 0; i < sent.skipping.size(); ++i) {
       EXPECT_EQ(decoded->skipping[i].number, sent.skipping[i].number);
@@ -404,6 +463,33 @@ TEST(FlushReport, IsRefusedWhenAFieldMakesNoSense) {
   report = someReport();
   report.skipping.resize(kRememberedSkips + 1, {1, {0}, {1}});
   expectRefused(report);
+
+  report = someReport();
+  report.ready = {1, 2, 3};  // more than a rank prepares
+  expectRefused(report);
+  report.ready = {2, 1};
+  expectRefused(report);
+  report.ready = {2, 2};
+  expectRefused(report);
+  report.ready = {0};  // no digest
+  expectRefused(report);
+  report = someReport();
+  report.closing = SeriesClose{0, 43};
+  expectRefused(report);
+  report.closing = SeriesClose{6, ~uint64_t(0)};
+  expectRefused(report);
+}
+
+TEST(FlushMessage, SaysWhatItsSenderHasPrepared) {
+  const FlushMessage sent{.kind = FlushMessage::Kind::kEnded, .ended = 3, .ready = {4, 8}};
+  const auto decoded = decodeFlushMessage(encodeFlushMessage(sent), 4);
+  ASSERT_TRUE(decoded.ok());
+  EXPECT_EQ(decoded->ready, sent.ready);
+  FlushMessage wrong = sent;
+  wrong.ready = {8, 4};
+  EXPECT_FALSE(decodeFlushMessage(encodeFlushMessage(wrong), 4).ok());
+  wrong.ready.assign(200, 8);
+  EXPECT_FALSE(decodeFlushMessage(encodeFlushMessage(wrong), 4).ok());
 }
 
 TEST(FlushReport, IsRefusedWhenCutOrLonger) {
@@ -428,6 +514,7 @@ TEST(FlushReport, AnyBytesAreReadWithoutHarm) {
     EXPECT_LT(report.from, 4);
     EXPECT_LE(report.failed.size(), kRemembered);
     for (const auto& one : report.failed) EXPECT_LE(one.number, report.ended);
+    EXPECT_LE(report.ready.size(), kMostSuccessors);
     (void)decide({report});
   }
 }

@@ -190,7 +190,7 @@ TEST_P(OneSidedTest, BesideMessagesAndOtherWindows) {
     rank.expectDone(other);
     expectOk(one->close(group, soon()));
     expectOk(two->close(group, soon()));
-    rank.expectDone(rank.messages.signal(rank.next(), 999, soon()));  // no rank has this window
+    rank.expectDone(rank.messages.signal(rank.next(), {999}, soon()));  // no rank has this window
   });
 }
 
@@ -249,7 +249,7 @@ TEST(OneSided, APutThatLeavesTheWindowIsAProtocolError) {
     auto window = RmaWindow::open(group, messages, {memory, {100}}, DType::kUInt8, soon());
     ASSERT_TRUE(window.ok());
     if (group.rank() == 1) {
-      EXPECT_TRUE(messages.wait(*messages.put(data, 0, 1, 50, soon()), soon()));
+      EXPECT_TRUE(messages.wait(*messages.put(data, 0, {1}, 50, soon()), soon()));
     } else {
       const auto waits = (*window)->awaitSignal(1, soon());
       EXPECT_TRUE(messages.wait(*waits, soon()));

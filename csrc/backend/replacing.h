@@ -1,0 +1,30 @@
+#pragma once
+
+#include <vector>
+
+#include "backend/device_half.h"
+#include "backend/live_group.h"
+
+namespace mooncake {
+
+// Lets new processes take the places of lost ranks in a group: what members and newcomers call. All
+// throw.
+class Replacing {
+ public:
+  Replacing(LiveGroup& group, DeviceHalf& devices) : group_(group), devices_(devices) {}
+
+  // Whether a process waits in join() to take the place of this lost rank.
+  bool isReady(int rank) const;
+  // Members: lets processes in for these ranks. Waits for the caller's earlier calls, and for
+  // processes that come within `ready`. Ranks that are in are skipped: every member may call it, one
+  // has to. Returns the ranks that were ready and are lost again.
+  std::vector<int> recover(const std::vector<int>& ranks, std::chrono::milliseconds ready);
+  // Newcomers: waits until the members have let this rank in.
+  void join();
+
+ private:
+  LiveGroup& group_;
+  DeviceHalf& devices_;
+};
+
+}  // namespace mooncake

@@ -1,0 +1,63 @@
+#include "group/line_words.h"
+
+#include <algorithm>
+
+namespace mooncake {
+namespace {
+
+// Wire form: u8 version  u8 kind  bool wishes  u32 series  u32 count, each: u32 rank  16 bytes id
+constexpr uint8_t kVersion = 1;
+
+}  // namespace
+
+std::string Successor::identity(const std::string& line) const {
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string text = line + "@" + std::to_string(series);
+  for (const Newcomer& newcomer : newcomers) {
+    text += "+" + std::to_string(newcomer.rank) + "=";
+    for (const std::byte part : newcomer.id) {
+      text += kDigits[unsigned(part) >> 4];
+      text += kDigits[unsigned(part) & 15];
+    }
+  }
+  return text;
+}
+
+Bytes encodeLineMessage(const LineMessage& message) {
+  ByteWriter out;
+  out.put(kVersion).put(static_cast<uint8_t>(message.kind)).put(message.wishes);
+  out.put(message.successor.series).put(uint32_t(message.successor.newcomers.size()));
+  for (const Newcomer& newcomer : message.successor.newcomers)
+    out.put(uint32_t(newcomer.rank)).putRaw(newcomer.id);
+  return out.take();
+}
+
+Result<LineMessage> decodeLineMessage(ByteView bytes, int size) {
+  ByteReader in(bytes);
+  const auto version = in.get<uint8_t>();
+  const auto kind = in.get<uint8_t>();
+  LineMessage message{.kind = static_cast<LineMessage::Kind>(kind), .wishes = in.get<bool>()};
+  message.successor.series = in.get<uint32_t>();
+  const auto count = in.get<uint32_t>();
+  int64_t before = -1;
+  bool isInOrder = true;
+  for (uint32_t i = 0; i < count && !in.failed(); ++i) {
+    const auto rank = in.get<uint32_t>();
+    const ByteView id = in.getRaw(sizeof(EngineId));
+    if (in.failed()) break;
+    isInOrder = isInOrder && rank < uint32_t(size) && int64_t(rank) > before;
+    before = rank;
+    Newcomer& newcomer = message.successor.newcomers.emplace_back(Newcomer{.rank = int(rank)});
+    std::copy(id.begin(), id.end(), newcomer.id.begin());
+  }
+  MOONCAKE_TRY(in.finish("message of a group's line"));
+  if (version != kVersion || kind < uint8_t(LineMessage::Kind::kReady) ||
+      kind > uint8_t(LineMessage::Kind::kMoved) || !isInOrder) {
+    return Error{ErrorCode::kProtocol, "a message of a group's line of version " +
+                                           std::to_string(version) + " and kind " +
+                                           std::to_string(kind) + " is not valid"};
+  }
+  return message;
+}
+
+}  // namespace mooncake

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/bytes.h"
+#include "base/result.h"
+#include "engine/contract/transport.h"
+
+namespace mooncake {
+
+// A process that a series has and the one before has not.
+struct Newcomer {
+  int rank = 0;  // in the group
+  EngineId id{};
+
+  bool operator==(const Newcomer&) const = default;
+};
+
+// The next series of a line, as the members name it to each other.
+struct Successor {
+  uint32_t series = 0;              // number; a line's first one has 1
+  std::vector<Newcomer> newcomers;  // by rank
+
+  bool operator==(const Successor&) const = default;
+  // A name for hashing: lines and successors that differ have different ones.
+  std::string identity(const std::string& line) const;
+};
+
+// What the members of a line and newcomers tell each other. The sender is known by its engine.
+struct LineMessage {
+  enum class Kind : uint8_t {
+    kReady = 1,  // a newcomer: it waits to be let in
+    kPrepare,    // make `successor`; with `wishes`, also move to it
+    kMoved,      // to a newcomer: the sender is in `successor`
+  };
+  Kind kind = Kind::kReady;
+  bool wishes = false;
+  Successor successor;
+
+  bool operator==(const LineMessage&) const = default;
+};
+
+Bytes encodeLineMessage(const LineMessage& message);
+// kProtocol: it does not decode, or has a rank outside of a group of `size`.
+Result<LineMessage> decodeLineMessage(ByteView bytes, int size);
+
+}  // namespace mooncake

@@ -1,0 +1,42 @@
+#include "group/series_events.h"
+
+#include <utility>
+
+namespace mooncake {
+
+GroupOptions SeriesEvents::with(GroupOptions options, uint32_t series) {
+  options.onView = [self = shared_from_this(), series](const GroupView& view) {
+    self->onView(series, view);
+  };
+  options.onSeriesEnd = [self = shared_from_this()](const SeriesClose&) { self->onEnd(); };
+  return options;
+}
+
+void SeriesEvents::begin(uint32_t series) {
+  Lock lock(mutex_);
+  current_ = series;
+  const auto seen = later_.find(series);
+  if (seen != later_.end() && show_) show_(seen->second);
+  later_.clear();
+}
+
+void SeriesEvents::watchEnd(std::function<void()> onEnd) {
+  Lock lock(mutex_);
+  onEnd_ = std::move(onEnd);
+}
+
+void SeriesEvents::onView(uint32_t series, const GroupView& view) {
+  Lock lock(mutex_);
+  if (series == current_) {
+    if (show_) show_(view);
+  } else if (series > current_) {
+    later_[series] = view;
+  }
+}
+
+void SeriesEvents::onEnd() {
+  Lock lock(mutex_);
+  if (onEnd_) onEnd_();
+}
+
+}  // namespace mooncake

@@ -1,0 +1,99 @@
+"""New processes in the places of lost ranks: what the members of a group call, and the process that
+comes. Each function takes a process group, or the backend that `group._get_backend(device)`
+returns. docs/replacing.md tells how they fit together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from mooncake_backend.group import backend_of
+
+# How long recover_ranks() waits for a process that has not called join_group() yet, in seconds.
+READY_WITHIN = 20.0
+
+
+class ProposalStatus(enum.Enum):
+    """Applied: the ranks are in. AppliedWithDroppedRanks: all but those that were lost again
+    meanwhile. Rejected: nothing has changed, see the reason."""
+
+    Rejected = 0
+    Applied = 1
+    AppliedWithDroppedRanks = 2
+
+
+ViewUpdateStatus = ProposalStatus
+
+
+@dataclass(frozen=True)
+class ProposeViewUpdateResponse:
+    """new_epoch: get_current_epoch() after the call. dropped_ranks: in the group that was asked."""
+
+    status: ProposalStatus
+    new_epoch: int
+    dropped_ranks: list[int] = field(default_factory=list)
+    reject_reason: str = ""
+
+
+def recover_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
+    """Lets new processes in for these ranks of the group, which are lost. One member has to call
+    it; every member may, at any time, and gets the same answer. Waits until the caller's earlier
+    calls have ended, until the processes have called join_group(), 20 seconds at most, and until
+    the group goes on with them. Later calls have their part. Ranks that are in already are skipped.
+
+    ValueError: a rank that is not in the group, that stands twice, or no rank. RuntimeError: no
+    process came for a rank, or a member did not get to it before the group's timeout; nothing has
+    changed then."""
+    backend = backend_of(group)
+    _refuse_in_capture("recover_ranks")
+    dropped = backend.recover_ranks(list(ranks), READY_WITHIN)
+    status = ProposalStatus.AppliedWithDroppedRanks if dropped else ProposalStatus.Applied
+    return ProposeViewUpdateResponse(status, backend.epoch, dropped)
+
+
+def activate_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
+    """recover_ranks() which answers Rejected, with the reason, where that raises RuntimeError."""
+    try:
+        return recover_ranks(group, ranks)
+    except RuntimeError as error:
+        epoch = backend_of(group).epoch
+        return ProposeViewUpdateResponse(ProposalStatus.Rejected, epoch, [], str(error))
+
+
+def join_group(group: Any) -> None:
+    """In a process that replaces a rank (is_extension=True, or MOONCAKE_REJOIN=1): waits until a
+    member has let it in with recover_ranks(), at most for the group's timeout. Before, the group's
+    calls act on this process alone. Each group is joined by itself, the default group first.
+    RuntimeError: nobody let it in, or it is in already."""
+    _refuse_in_capture("join_group")
+    backend_of(group).join_group()
+
+
+def admit(group: Any) -> list[int]:
+    """Lets in whoever waits, at one place of the program: every member calls it there. Returns the
+    ranks that have come, the same on all; mostly none. Costs an all_reduce of a byte for each
+    rank."""
+    backend = backend_of(group)
+    waits = torch.zeros(backend.size(), dtype=torch.uint8)
+    survivors = set(backend.survivors)
+    for rank in range(backend.size()):
+        waits[rank] = rank not in survivors and backend.is_ready(rank)
+    options = torch.distributed.AllreduceOptions()
+    options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
+    cast("Any", backend).allreduce([waits], options).wait()
+    ranks: list[int] = waits.nonzero().flatten().tolist()
+    if not ranks:
+        return []
+    answer = recover_ranks(group, ranks)
+    return [rank for rank in ranks if rank not in answer.dropped_ranks]
+
+
+def _refuse_in_capture(name: str) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name} cannot be recorded into a graph: call it outside of the capture"
+        )
