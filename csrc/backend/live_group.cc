@@ -162,13 +162,16 @@ bool LiveGroup::stop() {
   const bool noReplays = order_.stop(Deadline::after(kToGetOut));
   const bool noCalls = queue_->stop(Deadline::after(kToGetOut));
   line_->stop();
-  return noReplays && noCalls && messages_->stop();
+  return noReplays && noCalls && messages()->stop();
 }
 
 void LiveGroup::drop() {
   order_.drop();
   queue_.reset();
-  messages_.reset();
+  {
+    Lock lock(messagesMutex_);
+    messages_.reset();
+  }
   missingParts_.reset();
   line_.reset();
   job_->freeLine(lineName_);
@@ -180,7 +183,10 @@ void LiveGroup::drop() {
 void LiveGroup::leak() {
   order_.leak();
   leakOne(queue_);
-  leakOne(messages_);
+  {
+    Lock lock(messagesMutex_);
+    leakOne(messages_);
+  }
   leakOne(missingParts_);
   leakOne(line_);
   leakOne(completions_);

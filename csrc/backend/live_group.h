@@ -104,8 +104,9 @@ class LiveGroup {
   std::string lineName_;
   std::unique_ptr<GroupLine> line_;
   std::unique_ptr<MissingParts> missingParts_;
-  mutable Mutex messagesMutex_;  // of the pointer; a newcomer gets another one when it has joined
-  std::shared_ptr<MessageDriver> messages_;
+  mutable Mutex messagesMutex_;
+  // A newcomer gets another one when it has joined.
+  std::shared_ptr<MessageDriver> messages_ GUARDED_BY(messagesMutex_);
   std::shared_ptr<CollectiveQueue> queue_;
   CallOrder order_;
 };
