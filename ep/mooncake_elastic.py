@@ -111,6 +111,7 @@ class ElasticBuffer(elastic.ElasticBuffer):
         timeout_us: int | None = -1,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
         """As mooncake.ep.ElasticBuffer.dispatch(). recv_topk_idx is there with do_expand, too."""
+        self._check_generation(handle)
         recv_x, recv_topk_idx, weights, found, event = super().dispatch(
             x,
             topk_idx,
@@ -145,6 +146,7 @@ class ElasticBuffer(elastic.ElasticBuffer):
         timeout_us: int | None = -1,
     ) -> tuple[Tensor, None, EventOverlap]:
         """As mooncake.ep.ElasticBuffer.combine(), without weights: topk_weights has no effect."""
+        self._check_generation(handle)
         combined, _, event = super().combine(
             x,
             handle,
@@ -154,12 +156,12 @@ class ElasticBuffer(elastic.ElasticBuffer):
         )
         return combined, None, event
 
-    def _check_handle(self, handle: Any) -> None:
+    def _check_generation(self, handle: Any) -> None:
+        """Before anything is sent: members have such handles, a new process has none."""
         generation = getattr(handle, "generation", None)
-        if generation != self._generation:
+        if generation is not None and generation != self._generation:
             raise RuntimeError(
                 f"rank {self.rank_idx}: the handle is of an obsolete generation, "
                 f"{generation}, and this is {self._generation}: update_ep_member() was called "
                 "since. Dispatch again. (Mooncake: obsolete NCCL ElasticBuffer generation)"
             )
-        super()._check_handle(handle)

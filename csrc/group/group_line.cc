@@ -177,6 +177,8 @@ void GroupLine::prepare(const Successor& successor, uint64_t digest, bool isWish
     if (isMoving_ || !isNext(successor)) return;
     auto known = preparations_.find(digest);
     if (known == preparations_.end()) {
+      // A failure is for the caller that waits for it; here it must not take a place for ever.
+      std::erase_if(preparations_, [](const auto& one) { return !one.second.failure.ok(); });
       if (preparations_.size() >= kMostSuccessors) return;
       known = preparations_.emplace(digest, Preparation{.successor = successor}).first;
       post([this, digest] { make(digest); });

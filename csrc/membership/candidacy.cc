@@ -86,7 +86,7 @@ void Candidacy::take(const RosterPart& part, std::optional<Asked>& asked) const 
   }
 }
 
-// kRefused: for good. Other errors: for now.
+// kRefused: asking again does not help. After other errors it may.
 Result<Candidacy::Asked> Candidacy::ask(Peer& member) {
   MOONCAKE_TRY(engine_->send(member, kJoinTopic, encodeJoinMessage(request())));
   const Deadline until = deadline_.earlier(Deadline::after(options_.failureTimeout));
