@@ -172,7 +172,7 @@ def folder(tmp_path):
 def test_a_program_and_its_children_find_deep_ep(folder):
     done = run(folder, "programs/imports.py", "--flag", "3")
     assert done.returncode == 0, done.stderr
-    found = "mooncake.ep.buffer with its neighbours"
+    found = "mooncake_backend.ep.buffer with its neighbours"
     assert done.stdout.splitlines() == [
         "['programs/imports.py', '--flag', '3']",
         *(f"{where} {found}" for where in ("itself", "spawn", "fork", "forkserver")),
