@@ -5,7 +5,9 @@
 
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "engine/route.h"
 #include "membership/membership.h"
+#include "membership/words.h"
 
 namespace mooncake {
 
@@ -54,12 +56,17 @@ std::optional<Clock::time_point> Admission::nextTick() const {
 }
 
 void Admission::onMessage(const EngineId& from, ByteView message) {
-  if (job_.isStopped_ || job_.ranks_.contains(from)) return;
+  if (job_.isStopped_) return;
   auto decoded = decodeJoinMessage(message);
   if (decoded.ok()) {
-    if (auto* request = std::get_if<JoinRequest>(&*decoded)) onRequest(from, std::move(*request));
+    auto* request = std::get_if<JoinRequest>(&*decoded);
+    if (request && !job_.ranks_.contains(from)) return onRequest(from, std::move(*request));
+    if (request && request->connected) isHere(from, *request);
+    if (const auto* meeting = std::get_if<JoinMeeting>(&*decoded))
+      keepEndpoint(from, meeting->rank, meeting->endpoint);
     return;
   }
+  if (job_.ranks_.contains(from)) return;
   log(LogLevel::kInfo, job_.engine_->logName(),
       "a candidate is refused: ", decoded.error().message);
   if (decoded.error().code == ErrorCode::kMismatch) {
@@ -84,14 +91,14 @@ void Admission::onRequest(const EngineId& from, JoinRequest request) {
     return;
   }
   job_.armTimer();
+  keepEndpoint(from, request.rank, request.endpoint);
   if (!request.connected) return sendRoster(from);
   const bool isUpToDate = request.connected->term == job_.agreement_.report().term &&
                           request.connected->epoch == view.epoch;
   const auto number = job_.numberOf(from);
   const bool hasJoined = number && job_.agreement_.joins().contains(*number);
-  job_.engine_->keepEndpoint(from, request.endpoint, "rank " + std::to_string(request.rank));
   if (hasJoined) {
-    introduce(from);
+    introduce(from, request);
     job_.sendTo_.insert(from);  // it may have lost our report
     return job_.act({});
   }
@@ -99,36 +106,66 @@ void Admission::onRequest(const EngineId& from, JoinRequest request) {
   if (!job_.agreement_.mayAdmit(request.rank)) return;  // another candidate is before it
   failpoint("admit");
   candidates_[from] = request.rank;
-  introduce(from);
+  introduce(from, request);
   job_.act(job_.agreement_.admit(request.rank, from, Clock::now()));
+}
+
+// It has become a rank before its own words came, by the reports of other members. It may not have
+// heard of that yet: a candidate that has begun anew has lost what it had heard.
+void Admission::isHere(const EngineId& from, const JoinRequest& request) {
+  keepEndpoint(from, request.rank, request.endpoint);
+  introduce(from, request);
+  job_.sendTo_.insert(from);
+  job_.act({});
+}
+
+// A newcomer tells its endpoint to each process that it has called. The next newcomers need it.
+void Admission::keepEndpoint(const EngineId& from, int rank, const Bytes& endpoint) {
+  const auto owner = endpointOwner(endpoint);
+  if (owner.ok() && *owner == from)
+    job_.engine_->keepEndpoint(from, endpoint, "rank " + std::to_string(rank));
 }
 
 void Admission::sendRoster(const EngineId& to) {
   const auto roster = job_.roster();
   const View view = job_.view();
-  std::vector<Bytes> endpoints(view.active.end());
+  std::vector<Bytes> endpoints(size_t(job_.size_));
+  JobRanks unknown;
   view.active.forEach([&](int rank) {
-    const auto& peer = roster->peer(rank);
-    endpoints[size_t(rank)] = peer ? job_.engine_->endpointOf(peer->id) : job_.engine_->endpoint();
+    const EngineId& id = roster->term.holders[size_t(rank)]->id;
+    Bytes& endpoint = endpoints[size_t(rank)];
+    endpoint = id == job_.engine_->id() ? job_.engine_->endpoint() : job_.engine_->endpointOf(id);
+    if (endpoint.empty()) unknown.add(rank);
   });
-  endpoints.resize(size_t(job_.size_));
+  if (!unknown.empty()) {
+    const JoinRefusal later{JoinRefusal::Reason::kBusy,
+                            listOf(unknown) + " came in a moment ago: ask again"};
+    (void)job_.engine_->send(to, kJoinTopic, encodeJoinMessage(later));
+    return;
+  }
   for (const RosterPart& part : splitRoster(roster->term, view, endpoints))
     (void)job_.engine_->send(to, kJoinTopic, encodeJoinMessage(part));
 }
 
-// Tells this candidate and the others that join this term of each other.
-void Admission::introduce(const EngineId& candidate) {
-  const JoinRequest* ours = desk_.find(candidate);
-  if (!ours) return;
-  job_.agreement_.joins().forEach([&](int number) {
-    const EngineId& id = job_.agreement_.idOf(number);
-    const JoinRequest* theirs = desk_.find(id);
-    if (id == candidate || !theirs || job_.agreement_.out().contains(number)) return;
+// Tells this newcomer and the processes to which it may have no connection of each other: candidates,
+// and ranks that entered after the term that it knows.
+void Admission::introduce(const EngineId& newcomer, const JoinRequest& request) {
+  const auto tell = [&](const EngineId& id, int rank) {
+    const Bytes endpoint = job_.engine_->endpointOf(id);
+    if (id == newcomer || endpoint.empty()) return;
     (void)job_.engine_->send(id, kJoinTopic,
-                             encodeJoinMessage(JoinMeeting{ours->rank, ours->endpoint}));
-    (void)job_.engine_->send(candidate, kJoinTopic,
-                             encodeJoinMessage(JoinMeeting{theirs->rank, theirs->endpoint}));
+                             encodeJoinMessage(JoinMeeting{request.rank, request.endpoint}));
+    (void)job_.engine_->send(newcomer, kJoinTopic, encodeJoinMessage(JoinMeeting{rank, endpoint}));
+  };
+  (job_.agreement_.joins() - job_.agreement_.out()).forEach([&](int number) {
+    tell(job_.agreement_.idOf(number), job_.agreement_.rankOf(number));
   });
+  if (!request.connected) return;
+  const auto roster = job_.roster();
+  for (int rank = 0; rank < job_.size(); ++rank) {
+    const auto& holder = roster->term.holders[size_t(rank)];
+    if (holder && holder->since > request.connected->term.number) tell(holder->id, rank);
+  }
 }
 
 // Notes the candidates of which reports have told us. Forgets those that are out for good.
@@ -136,7 +173,9 @@ void Admission::meet() {
   job_.agreement_.joins().forEach([&](int number) {
     const EngineId& id = job_.agreement_.idOf(number);
     if (id == job_.engine_->id()) return;
-    if (candidates_.emplace(id, job_.agreement_.rankOf(number)).second) introduce(id);
+    const JoinRequest* request = desk_.find(id);
+    if (candidates_.emplace(id, job_.agreement_.rankOf(number)).second && request)
+      introduce(id, *request);
     if (job_.agreement_.out().contains(number)) return;
     const auto there = job_.engine_->find(id);
     if (!there || there->disconnected)

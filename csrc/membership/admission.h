@@ -48,8 +48,10 @@ class Admission {
   static constexpr auto kLookForPeers = std::chrono::milliseconds(10);
 
   void onRequest(const EngineId& from, JoinRequest request);
+  void isHere(const EngineId& from, const JoinRequest& request);
+  void keepEndpoint(const EngineId& from, int rank, const Bytes& endpoint);
   void sendRoster(const EngineId& to);
-  void introduce(const EngineId& candidate);
+  void introduce(const EngineId& newcomer, const JoinRequest& request);
 
   Membership& job_;
   JoinDesk desk_;

@@ -58,11 +58,23 @@ Error Candidacy::timedOut() const {
 // The next message, or null: something else has changed, or the time has passed.
 std::optional<std::pair<EngineId, JoinMessage>> Candidacy::next(Deadline until) {
   Lock lock(mutex_);
-  if (inbox_.empty() && !hasEntered_ && !over_) changed_.wait_until(mutex_, until.when());
+  if (inbox_.empty() && !isThrough() && !over_) changed_.wait_until(mutex_, until.when());
   if (inbox_.empty()) return std::nullopt;
   auto first = std::move(inbox_.front());
   inbox_.pop_front();
   return first;
+}
+
+bool Candidacy::hasEntered() const { return roster_ && roster_->term.rankOf(engine_->id()); }
+
+bool Candidacy::isThrough() const {
+  if (!hasEntered()) return false;
+  bool hasMetAll = true;
+  view_.active.forEach([&](int rank) {
+    mutex_.assertHeld();
+    hasMetAll = hasMetAll && (rank == options_.rank || roster_->peer(rank));
+  });
+  return hasMetAll;
 }
 
 void Candidacy::take(const RosterPart& part, std::optional<Asked>& asked) const {
@@ -88,11 +100,16 @@ void Candidacy::take(const RosterPart& part, std::optional<Asked>& asked) const 
 
 // kRefused: asking again does not help. After other errors it may.
 Result<Candidacy::Asked> Candidacy::ask(Peer& member) {
-  MOONCAKE_TRY(engine_->send(member, kJoinTopic, encodeJoinMessage(request())));
+  const Bytes words = encodeJoinMessage(request());
   const Deadline until = deadline_.earlier(Deadline::after(options_.failureTimeout));
+  Deadline due = Deadline::after(Clock::duration::zero());
   std::optional<Asked> asked;
   while (!until.passed() && !member.disconnected && !isStopped()) {
-    const auto message = next(until.earlier(Deadline::after(kMostPause)));
+    if (due.passed()) {
+      MOONCAKE_TRY(engine_->send(member, kJoinTopic, words));
+      due = Deadline::after(resend_);
+    }
+    const auto message = next(until.earlier(due));
     if (!message || message->first != member.id) continue;
     if (const auto* refusal = std::get_if<JoinRefusal>(&message->second)) {
       return Error{refusal->isForNow() ? ErrorCode::kInterrupted : ErrorCode::kRefused,
@@ -130,7 +147,11 @@ void Candidacy::meet(const JoinMessage& message) {
   const auto peer =
       engine_->open(meeting->endpoint, "rank " + std::to_string(meeting->rank),
                     deadline_.earlier(Deadline::after(options_.failureTimeout)), stop_);
-  if (!peer.ok()) log(LogLevel::kInfo, engine_->logName(), peer.error().message);
+  if (!peer.ok()) return log(LogLevel::kInfo, engine_->logName(), peer.error().message);
+  if (*peer) {
+    (void)engine_->send(**peer, kJoinTopic,
+                        encodeJoinMessage(JoinMeeting{options_.rank, engine_->endpoint()}));
+  }
 }
 
 // Null: the roster has changed meanwhile.
@@ -144,20 +165,20 @@ Result<std::shared_ptr<Membership>> Candidacy::enter(const Asked& asked,
                                                          .waitsFile = options_.waitsFile,
                                                          .identity = options_.identity},
                                                         std::move(roster), true));
+  membership->subscribe(this);  // first, because messages wait for it to open
   membership->open();
-  membership->subscribe(this);
   const auto done = [&] { membership->unsubscribe(this); };
   JoinRequest connected = request();
   connected.connected = {term, asked.view.epoch};
   const Bytes words = encodeJoinMessage(connected);
   Clock::time_point due = Clock::now();
   for (;;) {
+    const bool isLate = deadline_.passed() || isStopped();
     {
       Lock lock(mutex_);
-      if (hasEntered_ || over_) break;
+      if (isThrough() || over_ || (isLate && hasEntered())) break;
     }
     const auto now = Clock::now();
-    const bool isLate = deadline_.passed() || isStopped();
     if (now >= due && !isLate) {
       failpoint("connected");
       for (const auto& peer : peers) {

@@ -24,10 +24,14 @@ class Candidacy final : public Membership::Listener {
 
   Result<std::shared_ptr<Membership>> run();
 
-  void onView(const View&) override {}
+  void onView(const View& view) override {
+    Lock lock(mutex_);
+    view_ = view;
+    changed_.notify_all();
+  }
   void onRoster(const std::shared_ptr<const Roster>& roster) override {
     Lock lock(mutex_);
-    hasEntered_ = roster->term.rankOf(engine_->id()).has_value();
+    roster_ = roster;
     changed_.notify_all();
   }
   void onOver(const Error& why) override {
@@ -56,6 +60,9 @@ class Candidacy final : public Membership::Listener {
   // Adds a part of a roster; a part of another one begins anew.
   void take(const RosterPart& part, std::optional<Asked>& asked) const;
   std::optional<std::pair<EngineId, JoinMessage>> next(Deadline until);
+  bool hasEntered() const REQUIRES(mutex_);
+  // Returns whether this process is a rank and has connections to all others.
+  bool isThrough() const REQUIRES(mutex_);
   bool isStopped() const { return stop_ && stop_->isStopped(); }
 
   const std::shared_ptr<Engine> engine_;
@@ -68,7 +75,9 @@ class Candidacy final : public Membership::Listener {
   Mutex mutex_;
   Condition changed_;
   std::deque<std::pair<EngineId, JoinMessage>> inbox_ GUARDED_BY(mutex_);
-  bool hasEntered_ GUARDED_BY(mutex_) = false;
+  // Of the Membership, since it follows the job.
+  View view_ GUARDED_BY(mutex_);
+  std::shared_ptr<const Roster> roster_ GUARDED_BY(mutex_);
   std::optional<Error> over_ GUARDED_BY(mutex_);
 };
 

@@ -87,9 +87,10 @@ struct RosterPart {
   bool operator==(const RosterPart&) const = default;
 };
 
-// MEET: a member tells a candidate of another one, so that they connect to each other.
+// MEET: a member tells a candidate of another one, so that they connect to each other, and each then
+// tells the other of itself.
 struct JoinMeeting {
-  int rank = 0;  // that the other candidate asks for
+  int rank = 0;  // that this candidate asks for
   Bytes endpoint;
 
   bool operator==(const JoinMeeting&) const = default;

@@ -160,29 +160,18 @@ TEST_P(Join, AProcessTakesTheRankOfOneThatDiedAndThenAnotherOne) {
   expectView({7, {0, 1, 2, 3}});
 }
 
-// Now and then the second one finds no answer at the first one, however often it asks: a defect that
-// docs/replacing.md names.
-TEST_P(Join, DISABLED_TwoTakeTwoRanksAtOnce) {
-  begin(4);
-  kill(1);
-  kill(3);
-  expectView({3, {0, 2}});
-  // As a program does: who gets no answer in time asks again, with a new engine.
-  const auto joinAtLast = [&](int rank, int asked) {
-    for (int attempt = 0; attempt < 20 && !members[size_t(rank)].membership; ++attempt) {
-      const auto engine = makeEngine("newcomer for rank " + std::to_string(rank));
-      auto joined = Membership::join(engine, optionsFor(rank, asked),
-                                     Deadline::after(std::chrono::seconds(3)));
-      if (joined.ok()) members[size_t(rank)] = {engine, *joined};
-    }
-    EXPECT_TRUE(members[size_t(rank)].membership);
-  };
-  std::thread other([&] { joinAtLast(3, 2); });
-  joinAtLast(1, 0);
-  other.join();
-  const View view = members[0].membership->view();
-  EXPECT_EQ(view.active, JobRanks::firstRanks(4));
-  expectView(view);
+TEST_P(Join, SeveralTakeRanksAtOnce) {
+  begin(5);
+  for (const int rank : {1, 3, 4}) kill(rank);
+  expectView({4, {0, 2}});
+  std::vector<std::thread> others;
+  others.emplace_back([&] { join(3, 2); });
+  others.emplace_back([&] { join(4, 0); });
+  join(1, 0);
+  for (auto& other : others) other.join();
+  EXPECT_TRUE(
+      eventually([&] { return members[0].membership->view().active == JobRanks::firstRanks(5); }));
+  expectView(members[0].membership->view());
 }
 
 TEST_P(Join, OfTwoForOneRankOneIsLetIn) {
