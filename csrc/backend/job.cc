@@ -117,8 +117,9 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
       membership_ = std::move(*joined);
       break;
     }
+    const ErrorCode why = joined.error().code;
     const bool mayPass =
-        joined.error().code == ErrorCode::kTimeout || joined.error().code == ErrorCode::kPeerLost;
+        why == ErrorCode::kTimeout || why == ErrorCode::kPeerLost || why == ErrorCode::kInterrupted;
     if (!mayPass || lent_ || deadline.passed()) throwError(joined.error());
     log(LogLevel::kInfo, engine_->logName(), joined.error().message, "; it asks again");
   }

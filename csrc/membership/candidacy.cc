@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <unistd.h>
+#include <utility>
 
 #include "base/backoff.h"
 #include "base/failpoint.h"
@@ -53,6 +54,12 @@ Error Candidacy::timedOut() const {
   return {ErrorCode::kTimeout,
           "rank " + std::to_string(options_.rank) +
               " could not join the job in time: " + (last_.empty() ? "no member answered" : last_)};
+}
+
+// Members may wait for us already, to agree on losses, too.
+Error Candidacy::givesUp() const {
+  return {ErrorCode::kInterrupted,
+          "rank " + std::to_string(options_.rank) + " begins again with a new engine: " + last_};
 }
 
 // The next message, or null: something else has changed, or the time has passed.
@@ -144,9 +151,9 @@ Result<std::shared_ptr<Roster>> Candidacy::connectAll(const Asked& asked) {
 void Candidacy::meet(const JoinMessage& message) {
   const auto* meeting = std::get_if<JoinMeeting>(&message);
   if (!meeting) return;
-  const auto peer =
-      engine_->open(meeting->endpoint, "rank " + std::to_string(meeting->rank),
-                    deadline_.earlier(Deadline::after(options_.failureTimeout)), stop_);
+  // It may have ended meanwhile. If not, we hear of it again.
+  const auto peer = engine_->open(meeting->endpoint, "rank " + std::to_string(meeting->rank),
+                                  deadline_.earlier(Deadline::after(resend_)), stop_);
   if (!peer.ok()) return log(LogLevel::kInfo, engine_->logName(), peer.error().message);
   if (*peer) {
     (void)engine_->send(**peer, kJoinTopic,
@@ -172,6 +179,8 @@ Result<std::shared_ptr<Membership>> Candidacy::enter(const Asked& asked,
   connected.connected = {term, asked.view.epoch};
   const Bytes words = encodeJoinMessage(connected);
   Clock::time_point due = Clock::now();
+  // Ends of members are the agreement's matter. Only if it goes on without us, it has to tell us.
+  size_t lost = 0;
   for (;;) {
     const bool isLate = deadline_.passed() || isStopped();
     {
@@ -179,12 +188,16 @@ Result<std::shared_ptr<Membership>> Candidacy::enter(const Asked& asked,
       if (isThrough() || over_ || (isLate && hasEntered())) break;
     }
     const auto now = Clock::now();
+    const auto isLost = [](const auto& peer) { return peer && peer->disconnected; };
+    const auto lostNow = size_t(std::ranges::count_if(peers, isLost));
+    if (std::exchange(lost, lostNow) != lostNow) due = std::min(due, now + kLeastPause);
     if (now >= due && !isLate) {
       failpoint("connected");
+      isOffered_ = true;
       for (const auto& peer : peers) {
         if (peer) (void)engine_->send(*peer, kJoinTopic, words);
       }
-      due = now + resend_;
+      due = now + (lost > 0 ? std::min<Clock::duration>(resend_, kMostPause / 4) : resend_);
     }
     const auto message = next(Deadline::at(std::min(due, now + Clock::duration(kMostPause))));
     bool isOld = isLate;
@@ -198,7 +211,7 @@ Result<std::shared_ptr<Membership>> Candidacy::enter(const Asked& asked,
       isOld =
           isOld || (part && (part->number != term.number || part->viewEpoch > asked.view.epoch));
     }
-    for (const auto& peer : peers) isOld = isOld || (peer && peer->disconnected);
+    isOld = isOld || lost == size_t(asked.view.active.count());
     if (isOld && membership->stopUnlessJoined()) {
       done();
       return std::shared_ptr<Membership>();
@@ -208,7 +221,6 @@ Result<std::shared_ptr<Membership>> Candidacy::enter(const Asked& asked,
       return timedOut();
     }
   }
-  while (const auto message = next(Deadline::after(Clock::duration::zero()))) meet(message->second);
   done();
   Lock lock(mutex_);
   if (over_) return *over_;
@@ -232,7 +244,8 @@ Result<std::shared_ptr<Membership>> Candidacy::run() {
                                 deadline_.earlier(Deadline::after(options_.failureTimeout)), stop_);
     if (!member.ok()) {
       last_ = member.error().message;
-      if (Clock::now() - reached > Clock::duration(options_.failureTimeout) &&
+      if (isOffered_) return givesUp();
+      if (Clock::now() - reached > Clock::duration(options_.failureTimeout / 10) &&
           turn + 1 >= options_.members.size())
         return Error{ErrorCode::kPeerLost, "no member of the job can be reached: " + last_};
       continue;
@@ -246,11 +259,13 @@ Result<std::shared_ptr<Membership>> Candidacy::run() {
           asked.error().code == ErrorCode::kInterrupted && Clock::now() - began > patience;
       if (asked.error().code == ErrorCode::kRefused || isHeld)
         return Error{ErrorCode::kRefused, last_};
+      if (isOffered_) return givesUp();
       continue;
     }
     auto roster = connectAll(*asked);
     if (!roster.ok()) {
       last_ = roster.error().message;
+      if (isOffered_) return givesUp();
       continue;
     }
     auto membership = enter(*asked, std::move(*roster));

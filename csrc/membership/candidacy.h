@@ -52,6 +52,7 @@ class Candidacy final : public Membership::Listener {
 
   JoinRequest request() const;
   Error timedOut() const;
+  Error givesUp() const;
   Result<Asked> ask(Peer& member);
   Result<std::shared_ptr<Roster>> connectAll(const Asked& asked);
   Result<std::shared_ptr<Membership>> enter(const Asked& asked, std::shared_ptr<Roster> roster);
@@ -70,7 +71,8 @@ class Candidacy final : public Membership::Listener {
   const Deadline deadline_;
   const StopSignal* const stop_;
   const std::chrono::milliseconds resend_;
-  std::string last_;  // why the last attempt failed
+  std::string last_;        // why the last attempt failed
+  bool isOffered_ = false;  // some member may have added us
 
   Mutex mutex_;
   Condition changed_;

@@ -616,9 +616,10 @@ void Membership::enter(const ViewActions::NextTerm& next) {
 Error Membership::evictedBy(const ViewActions::Eviction& eviction) const {
   const auto& [rank, cause, by] = eviction.why;
   if (agreement_.isCandidate()) {
-    return {ErrorCode::kRefused, "the job did not let this process in as rank " +
-                                     std::to_string(rank) + ": rank " + std::to_string(by) +
-                                     " says '" + nameOf(cause) + "'; try again with a new engine"};
+    const bool isHeld = cause == Cause::kSeatTaken;
+    return {isHeld ? ErrorCode::kRefused : ErrorCode::kInterrupted,
+            "the job did not let this process in as rank " + std::to_string(rank) + ": rank " +
+                std::to_string(by) + " says '" + nameOf(cause) + "'; try again with a new engine"};
   }
   return {ErrorCode::kEvicted,
           "invalid state: this rank is not active: the job goes on without rank " +

@@ -66,10 +66,11 @@ class Membership {
   // `stop` is set (kAborted). Not on the loop's thread. The engine must be new: its id names this
   // process's life as that rank.
   //
-  // After an error the engine has left. kRefused: the members do not let this process in, for a reason that does not change by waiting;
-  // the message names it (another job, version, mode, size or options; the rank is out of range, or
-  // a living process holds it). kTimeout: no rank of that number has become free in time, or members
-  // did not answer. kPeerLost: no member can be reached.
+  // After an error the engine has left. kRefused: the members do not let this process in, for a
+  // reason that does not change by waiting; the message names it (another job, version, mode, size or
+  // options; the rank is out of range, or a living process holds it). kTimeout: no rank of that
+  // number has become free in time, or members did not answer. kPeerLost: no member can be reached.
+  // kInterrupted: members were lost meanwhile; the same with a new engine may succeed.
   static Result<std::shared_ptr<Membership>> join(std::shared_ptr<Engine> engine,
                                                   JoinOptions options, Deadline deadline,
                                                   const StopSignal* stop = nullptr);
