@@ -235,7 +235,7 @@ class Buffer:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank, or unmasks it. A masked rank gets nothing, and nothing of it is received.
         Takes effect on all ranks with the next operation."""
-        self._low_latency().native.mask_rank(rank_to_mask, mask)
+        self._low_latency().mask_rank(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Writes int32 [R] to mask_status: 1 for each rank that is masked here or lost. The
@@ -244,7 +244,7 @@ class Buffer:
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all masked ranks. Lost ranks stay masked."""
-        self._low_latency().native.unmask_all()
+        self._low_latency().unmask_all()
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -263,6 +263,15 @@ class Buffer:
             nothing, nowhere, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=False,
             keeps_rows=False,
         )  # fmt: skip
+
+    # ---- members
+
+    def update_ep_member(self) -> None:
+        """Beyond DeepEP's calls. If the group has let new processes in (mooncake.pg.recover_ranks),
+        the next dispatch of either mode begins with them: all members have called this, and the new
+        process makes its Buffer. Handles from before are refused then, masks stay. Local. Raises if
+        this Buffer cannot be used any more. Lost ranks need no such call."""
+        (self._runtime or self._normal_mode().runtime).update_members()
 
     # ---- memory, streams, settings
 

@@ -136,6 +136,11 @@ class Runtime:
         self._last_combine: Operation | None = None
         self._backend = members.backend
         self._is_due = False
+        self._masked: set[int] = set()
+        self._companions: list[Runtime] = []  # made beside this one
+        self._beside = beside
+        if beside is not None:
+            beside._companions.append(self)
         self._make = partial(
             native(),
             members.rank,
@@ -150,10 +155,9 @@ class Runtime:
             engine=transfer_engine() if members.backend is None and beside is None else None,
             devices=device_filter(),
             has_results=not is_normal,
-            beside=None if beside is None else beside.native,
             bytes_beside=bytes_beside,
         )
-        self._native: EpBuffer | None = self._make()
+        self._native: EpBuffer | None = self._make(beside=beside and beside.native)
         self._series = self._series_now()
 
     @property
@@ -167,20 +171,44 @@ class Runtime:
 
     def update_members(self) -> None:
         """If the group has let new processes in since this runtime was made, the next dispatch
-        begins with them. Local. Raises if this runtime cannot be used any more."""
+        begins with them, also of the runtimes made beside this one. Local. Raises if this runtime
+        cannot be used any more."""
         self.native.update_members()
         self._is_due = self._series != self._series_now()
 
     def begin_dispatch(self) -> None:
-        """Called before a dispatch sends anything: with new processes in the group, makes a native
-        buffer with them. All members come to the same dispatch, and a new process makes its Buffer.
-        Handles of the native buffer before are refused."""
-        if not self._is_due:
+        """Called before a dispatch sends anything: with new processes in the group, makes native
+        buffers with them, in the order of the constructors. All members come to the same dispatch,
+        and a new process makes its Buffer. Handles of the native buffers before are refused."""
+        first = self._beside or self
+        if not first._is_due:
             return
-        self._is_due = False
-        made = self._make()
-        before, self._native, self._series = self.native, made, self._series_now()
-        before.close(self.timeout)
+        first._is_due = False
+        runtimes = [first, *first._companions]
+        made: list[EpBuffer] = []
+        try:
+            for one in runtimes:
+                made.append(one._make(beside=made[0] if made else None))
+        except BaseException:
+            for one, native in zip(runtimes, made, strict=False):
+                native.close(one.timeout)
+            raise
+        before = [one.native for one in runtimes]
+        for one, native in zip(runtimes, made, strict=True):
+            one._native, one._series = native, one._series_now()
+            for rank in one._masked:
+                native.mask_rank(rank, True)
+        for one, native in zip(runtimes, before, strict=True):
+            native.close(one.timeout)
+
+    def mask_rank(self, rank: int, is_masked: bool) -> None:
+        """Masks stay when members change."""
+        self.native.mask_rank(rank, is_masked)
+        (self._masked.add if is_masked else self._masked.discard)(rank)
+
+    def unmask_all(self) -> None:
+        self.native.unmask_all()
+        self._masked.clear()
 
     def close(self) -> None:
         """Waits for operations in the background. Every later call raises."""

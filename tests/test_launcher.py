@@ -314,9 +314,11 @@ def test_a_file_of_waits_that_somebody_else_wrote_ends_nothing(tmp_path: Path):
         file.write(b"2 15000\n\xff\n-1 3\n2 40000\n0 1\n3 99")
         noted.read(2.0)
         assert noted.all() == [(0, 1e-6, 2.0), (2, 0.04, 2.0)]
-        file.write(b"000\n2 10000\n")  # the line that was not whole yet, and one more
+        assert noted.joined is None
+        file.write(b"000\njoined\n2 10000\n")  # the line that was not whole yet, and one more
         noted.read(3.0)
     assert noted.all() == [(0, 1e-6, 2.0), (2, 0.04, 2.0), (2, 0.01, 3.0), (3, 0.099, 3.0)]
+    assert noted.joined == 3.0
 
 
 # ---- exit codes

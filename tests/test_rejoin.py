@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import harness
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mooncake_backend
 from mooncake import mooncake_elastic_buffer, mooncake_ep_buffer
+from mooncake.ep import Buffer
 from mooncake_backend import pg, replacing
 
 
@@ -234,6 +237,36 @@ def test_an_extension_where_no_job_runs():
     assert "no job has begun over this store" in text
 
 
+def begins_and_ends(me: harness.Rank):
+    me.init("mooncake-cpu")
+    if me.rank == 1:
+        me.board.set("ready")
+        time.sleep(1000)
+    me.board.wait("killed")
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    me.board.set("over")
+
+
+def comes_too_late(me: harness.Rank):
+    return harness.raised(me.init, "mooncake-cpu")
+
+
+def test_a_newcomer_after_the_jobs_end():
+    """It is told, long before its timeout."""
+    env = {"MOONCAKE_FAILURE_TIMEOUT_MS": "1000"}
+    with harness.Crew(2, env=env, backend=None) as crew:
+        crew.start(begins_and_ends)
+        crew.board.wait("ready")
+        crew.kill(1)
+        crew.board.set("killed")
+        crew.board.wait("over")
+        crew.replace(1, comes_too_late)
+        kind, text = crew.results()[1]
+        assert kind == "PeerLostError", text
+        assert "no member of the job can be reached" in text
+
+
 # ---- training
 
 STEPS = 40
@@ -342,73 +375,134 @@ def tokens(rank: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, chosen
 
 
-def buffer_for(me: harness.Rank, elastic: bool):
-    group = dist.group.WORLD
-    if elastic:
-        return mooncake_elastic_buffer.ElasticBuffer(group, 1 << 21, on_failure="continue")
-    size = mooncake_ep_buffer.Buffer.get_ep_buffer_size_hint(TOKENS, HIDDEN, me.size, EXPERTS)
-    return mooncake_ep_buffer.Buffer(group, size, on_failure="continue")
+class Mooncakes:
+    """Calls Mooncake's Buffer. `late` combines with a handle from before."""
+
+    late_error = "ValueError"
+
+    def __init__(self, me: harness.Rank) -> None:
+        size = mooncake_ep_buffer.Buffer.get_ep_buffer_size_hint(TOKENS, HIDDEN, me.size, EXPERTS)
+        self.buffer = mooncake_ep_buffer.Buffer(dist.group.WORLD, size, on_failure="continue")
+
+    def turn(self, turn: int, x, chosen, weights, active) -> torch.Tensor:
+        rows, _, handle, _, _ = self.buffer.dispatch(
+            x, chosen, active, TOKENS, EXPERTS, -1, use_fp8=False
+        )
+        self.late = partial(self.buffer.combine, rows, chosen, weights, active, -1, handle)
+        return self.late()[0]
 
 
-def infer(me: harness.Rank, mode: str):
+class MooncakesElastic:
+    late_error = "RuntimeError"
+
+    def __init__(self, me: harness.Rank) -> None:
+        self.buffer = mooncake_elastic_buffer.ElasticBuffer(
+            dist.group.WORLD, 1 << 21, on_failure="continue"
+        )
+
+    def turn(self, turn: int, x, chosen, weights, active) -> torch.Tensor:
+        rows, _, given, handle, _ = self.buffer.dispatch(
+            x, chosen, weights, num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS,
+            active_ranks=active,
+        )  # fmt: skip
+        rows = (rows.float() * given.sum(1, keepdim=True)).bfloat16()
+        self.late = partial(self.buffer.combine, rows, handle, active_ranks=active)
+        return self.late()[0]
+
+
+class DeepEPs:
+    """Both modes in each turn: the first dispatch of either one begins with a newcomer."""
+
+    late_error = "ValueError"
+
+    def __init__(self, me: harness.Rank) -> None:
+        size = Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, me.size, EXPERTS)
+        self.buffer = Buffer(
+            dist.group.WORLD, 1 << 21, size, low_latency_mode=True, on_failure="continue"
+        )
+
+    def turn(self, turn: int, x, chosen, weights, active) -> torch.Tensor:
+        modes = [self.low_latency, self.normal]
+        first, second = modes if turn % 2 else modes[::-1]
+        results = first(x, chosen, weights, active), second(x, chosen, weights, active)
+        late = self.late
+        # A loss between the two is of the second one only; then the next turn compares them.
+        if active.all():
+            assert torch.equal(*results)
+        self.late = late
+        return results[1]
+
+    def low_latency(self, x, chosen, weights, active) -> torch.Tensor:
+        rows, _, handle, _, _ = self.buffer.low_latency_dispatch(
+            x, chosen, TOKENS, EXPERTS, use_fp8=False, active_ranks=active
+        )
+        self.late = partial(
+            self.buffer.low_latency_combine, rows, chosen, weights, handle, active_ranks=active
+        )
+        return self.late()[0]
+
+    def normal(self, x, chosen, weights, active) -> torch.Tensor:
+        _, _, counts, in_rank, _ = self.buffer.get_dispatch_layout(chosen, EXPERTS)
+        rows, experts, given, _, handle, _ = self.buffer.dispatch(
+            x, is_token_in_rank=in_rank, num_tokens_per_expert=counts, topk_idx=chosen,
+            topk_weights=weights, active_ranks=active,
+        )  # fmt: skip
+        given = torch.where(experts >= 0, given, 0.0).sum(1, keepdim=True)
+        self.late = partial(
+            self.buffer.combine, (rows.float() * given).bfloat16(), handle, active_ranks=active
+        )
+        return self.late()[0]
+
+
+KINDS = {"mooncake": Mooncakes, "elastic": MooncakesElastic, "deepep": DeepEPs}
+
+
+def infer(me: harness.Rank, kind: str):
     """Experts give rows back as they are, so a token of weights 1/2 and 1/2 comes back as it was if
     both experts are there, and as its half if one is."""
     me.init("mooncake-cpu")
     group = dist.group.WORLD
     if os.environ.get("MOONCAKE_REJOIN"):
         pg.join_group(group)
-    elastic, buffer = mode == "elastic", None
+    calls = None
     weights = torch.full((TOKENS, 2), 0.5)
-    turn, whole, before = 0, 0, None
+    turn, whole, late = 0, 0, None
     while True:
         turn = turn_of_all(turn) + 1
-        if buffer is None:  # a newcomer's: the others make theirs anew in their next dispatch
-            buffer = buffer_for(me, elastic)
+        if calls is None:  # a newcomer's: the others make theirs anew in their next dispatch
+            calls = KINDS[kind](me)
         x, chosen = tokens(me.rank, turn)
         active = torch.ones(me.size, dtype=torch.int32)
-        if elastic:
-            rows, _, given, handle, _ = buffer.dispatch(
-                x, chosen, weights, num_experts=EXPERTS, num_max_tokens_per_rank=TOKENS,
-                active_ranks=active,
-            )  # fmt: skip
-            rows = (rows.float() * given.sum(1, keepdim=True)).bfloat16()
-            combined = buffer.combine(rows, handle, active_ranks=active)[0]
-        else:
-            rows, _, handle, _, _ = buffer.dispatch(
-                x, chosen, active, TOKENS, EXPERTS, -1, use_fp8=False
-            )
-            combined = buffer.combine(rows, chosen, weights, active, -1, handle)[0]
+        combined = calls.turn(turn, x, chosen, weights, active)
         there = active.bool()
         parts = there[chosen // (EXPERTS // me.size)].sum(1, keepdim=True)
         assert torch.equal(combined, (x.float() * parts * 0.5).bfloat16()), (turn, there)
         whole += bool(there.all())
         if there.all():
             me.board.set(f"whole-{me.rank}-{os.getpid()}")
-        if before is not None:
+        if late is not None:
             # A handle of a dispatch with the lost rank is of no use any more, and says so.
-            late = (before,) if elastic else (chosen, weights, active, -1, before)
-            kind, text = harness.raised(buffer.combine, rows, *late)
-            assert kind == ("RuntimeError" if elastic else "ValueError"), (kind, text)
-            before = None
+            error, text = harness.raised(late)
+            assert error == calls.late_error, (error, text)
+            late = None
         ends = torch.tensor(int(me.board.has("end")))
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         if ends:
-            buffer.destroy() if elastic else None
             return whole
         if replacing.admit(group):
-            before = handle
-            buffer.update_ep_member()
+            late = calls.late
+            calls.buffer.update_ep_member()
 
 
-@pytest.mark.parametrize("mode", ["low latency", "elastic"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("victim", [2, 0])
-def test_experts_come_back(mode, victim):
+def test_experts_come_back(kind, victim):
     with harness.Crew(4, backend=None) as crew:
-        crew.start(infer, mode)
+        crew.start(infer, kind)
         for rank in range(4):
             crew.board.wait(f"whole-{rank}-{crew.pid(rank)}")
         crew.kill(victim)
-        crew.replace(victim, infer, mode)
+        crew.replace(victim, infer, kind)
         crew.board.wait(f"whole-{victim}-{crew.pid(victim)}")
         crew.board.set("end")
         assert all(whole > 0 for whole in crew.results())
@@ -419,13 +513,20 @@ def test_experts_come_back(mode, victim):
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_program_of_the_page(tmp_path):
-    page = (ROOT / "docs/replacing.md").read_text(encoding="utf-8")
-    program = re.search(r"<!-- replaceable.py.*?```python\n(.*?)```", page, re.DOTALL)
+@pytest.mark.parametrize(
+    ("page", "name", "first", "last"),
+    [
+        ("replacing.md", "replaceable.py", "step 100: 4 ranks", "step 600: 4 ranks"),
+        ("serving.md", "serve.py", "step 100: 0 of 16 tokens", "step 600: 0 of 16 tokens"),
+    ],
+)
+def test_the_program_of_the_page(tmp_path, page, name, first, last):
+    page = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    program = re.search(rf"<!-- {name}.*?```python\n(.*?)```", page, re.DOTALL)
     command = re.search(r"```bash\n(mooncake-run .*?)\n```", page)
     assert program
     assert command
-    (tmp_path / "replaceable.py").write_text(program[1], encoding="utf-8")
+    (tmp_path / name).write_text(program[1], encoding="utf-8")
     words = command[1].split()
     assert words[0] == "mooncake-run"
     ended = subprocess.run(
@@ -434,6 +535,6 @@ def test_the_program_of_the_page(tmp_path):
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = [line for line in ended.stdout.splitlines() if line.startswith("step ")]
-    assert lines[0] == "step 50: 4 ranks"
-    assert lines[-1] == "step 300: 4 ranks", lines
+    assert lines[0].startswith(first)
+    assert lines[-1].startswith(last), lines
     assert "1 replacement was started" in ended.stderr + ended.stdout

@@ -20,16 +20,20 @@ import torch.distributed as dist
 from launchers import Launcher, Site, needs_hosts, start_on
 
 from mooncake_backend import run
-from mooncake_backend.launcher import budget, job_key, replacing, torch_parts
-from mooncake_backend.launcher.endings import JOINING, Ending, failures, table
+from mooncake_backend.launcher import budget, job_key, torch_parts, waits
+from mooncake_backend.launcher.endings import Ending, failures, table
 from mooncake_backend.launcher.ends import Ends
 from mooncake_backend.launcher.nodes import Nodes
 
 REPLACE = ("--on-death", "replace")
 
-# Which process of its rank this is, how it fails as under @record, without torch, and how it waits
-# for the end of another one.
-AGAIN = """
+# Which process of its rank this is, how it fails as under @record, without torch, how it notes that
+# it has joined the job, as the backend does, and how it waits for the end of another one.
+AGAIN = (
+    f"""
+WAITS = {waits.NAME!r}
+"""
+    + """
 NUMBER = int(os.path.basename(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])).partition(
     ".")[2] or 0)
 say(f"started-{NUMBER}", os.getpid())
@@ -41,10 +45,17 @@ def fail(text):
         json.dump({"message": {"message": f"ValueError: {text}", "extraInfo": more}}, file)
     sys.exit(1)
 
+def join():
+    home = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+    with open(os.path.join(home, WAITS), "a") as file:
+        file.write("joined\\n")
+    say(f"joined-{NUMBER}", 1)
+
 def until_ended(number, rank):
     pid = heard(f"started-{number}", rank)
     until(lambda: not os.path.exists(f"/proc/{pid}"))
 """
+)
 
 
 def start(site: Site, script: str, *flags: str, **named: Any) -> Launcher:
@@ -207,14 +218,17 @@ def test_no_rank_is_replaced_once_all_others_have_finished(site: Site):
     assert "1 of 2 ranks finished, 1 died and the others went on\n" in output
 
 
-def _never_joining(arguments: Sequence[str]) -> int:
-    replacing.JOINING = 1000.0
-    return run.main(arguments)
-
-
-def _joining_at_once(arguments: Sequence[str]) -> int:
-    replacing.JOINING = 0.0
-    return run.main(arguments)
+def test_a_replacement_that_comes_too_late_holds_nothing_up(site: Site):
+    """The job has ended before it could join."""
+    script = """
+if NUMBER:
+    time.sleep(1000)
+die() if RANK == 1 else heard("started-1", 1)
+"""
+    code, output = start(site, script).wait()
+    assert code == 0, output
+    assert "no rank is left that the new processes of rank 1 could join" in output
+    assert "stopped by the launcher (SIGKILL)" in row(output, "1.1")
 
 
 def test_where_all_ranks_die_at_once_the_job_is_over(site: Site):
@@ -226,7 +240,7 @@ for rank in range(RANK):
     until_ended(0, rank)
 fail(f"bad batch of {RANK}")
 """
-    launcher = start(site, script, ranks=3, main=_never_joining)
+    launcher = start(site, script, ranks=3)
     code, output = launcher.wait()
     assert code == 1, output
     assert "rank 2: exit code 1: ValueError: bad batch of 2; no rank is left" in output
@@ -241,12 +255,13 @@ def test_a_rank_that_came_back_is_as_good_as_one_that_never_died(site: Site):
     """Each rank of the first start dies, one after the other."""
     script = """
 if not NUMBER:
-    heard("started-1", RANK - 1) if RANK else None
+    heard("joined-1", RANK - 1) if RANK else None
     die()
+join()
 for rank in range(3):
-    heard("started-1", rank)
+    heard("joined-1", rank)
 """
-    code, output = start(site, script, ranks=3, main=_joining_at_once).wait()
+    code, output = start(site, script, ranks=3).wait()
     assert code == 0, output
     assert "3 of 3 ranks finished, 3 replacements were started" in output
 
@@ -494,14 +509,14 @@ def test_a_replaced_process_is_a_loss_and_no_failure():
 def test_waits_are_those_for_the_process_that_was_lost():
     seen = [
         (1, 0.25, 5.3),  # just after the first one's end, when the second had been started
-        (1, 0.5, 5.1 + JOINING),
+        (1, 0.5, 5.6),
         (1, 0.75, 9.5),
     ]
     endings = [
         ending(0, 0, 0, 0.0, 12.0, waits=seen),
         ending(1, 0, -9, 0.0, 5.0),
-        ending(1, 1, -9, 5.1, 9.0),
-        ending(1, 2, 0, 9.02, 12.0),
+        ending(1, 1, -9, 5.1, 9.0, joined=5.6),
+        ending(1, 2, 0, 9.02, 12.0, joined=9.6),
     ]
     lines = table(endings).splitlines()
     assert lines[0] == "mooncake-run: 2 of 2 ranks finished, 2 replacements were started"

@@ -100,6 +100,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
   if (!generation.ok()) throwError(shared.explain(generation.error()));
   auto env = MembershipEnv::read();
   if (!env.ok()) throwError(env.error());
+  std::optional<Clock::time_point> aloneSince;  // no member has been reached since then
   for (;;) {
     const auto published = mooncake::published(**generation, Group::kPublished, size_, deadline);
     if (!published.ok()) throwError(shared.explain(published.error()));
@@ -120,7 +121,11 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
     const ErrorCode why = joined.error().code;
     const bool mayPass =
         why == ErrorCode::kTimeout || why == ErrorCode::kPeerLost || why == ErrorCode::kInterrupted;
-    if (!mayPass || lent_ || deadline.passed()) throwError(joined.error());
+    const auto now = Clock::now();
+    if (why != ErrorCode::kPeerLost) aloneSince.reset();
+    if (why == ErrorCode::kPeerLost && !aloneSince) aloneSince = now;
+    const bool isOver = aloneSince && now - *aloneSince > 2 * env_.failureTimeout;
+    if (!mayPass || lent_ || isOver || deadline.passed()) throwError(joined.error());
     log(LogLevel::kInfo, engine_->logName(), joined.error().message, "; it asks again");
   }
   // Later processes may find no founding member. Without the store, they find none of us either.

@@ -29,7 +29,7 @@ struct JoinOptions {
   int rank = 0;  // the rank to take over; its last holder must be out of the job
   int size = 0;  // number of ranks of the job
   std::chrono::milliseconds failureTimeout{3000};
-  std::string waitsFile;  // see noteWaits()
+  std::string waitsFile;  // see loss_waits.h
 };
 
 }  // namespace mooncake

@@ -14,9 +14,10 @@ struct LossWait {
   Clock::duration time{};
 };
 
-// Appends a line "RANK MICROSECONDS" for each wait if the file exists. mooncake-run makes one file
-// for each of its ranks, and reads it when that rank has ended
+// Append lines to a file if it exists: "RANK MICROSECONDS" for each wait, and "joined" when this
+// process has become a rank of a running job. mooncake-run makes one file for each of its ranks
 // (mooncake_backend/launcher/waits.py). Under any other launcher nothing is written.
+Status noteJoined(const std::string& file);
 Status noteWaits(const std::string& file, const std::vector<LossWait>& waits);
 
 }  // namespace mooncake

@@ -83,6 +83,8 @@ Result<std::shared_ptr<Membership>> Membership::join(std::shared_ptr<Engine> eng
   }
   (*membership)->serveJoins();
   engine->startSilenceDetection();
+  const Status noted = noteJoined((*membership)->options_.waitsFile);
+  if (!noted.ok()) log(LogLevel::kInfo, engine->logName(), noted.error().message);
   const View view = (*membership)->view();
   log(LogLevel::kInfo, engine->logName(), "joined the job as rank ", (*membership)->rank(),
       whoContinues(view));

@@ -35,7 +35,7 @@ class Membership {
     // By global rank; null for this one, and for ranks that are out from the beginning.
     std::vector<std::shared_ptr<Peer>> peers;
     std::chrono::milliseconds failureTimeout{3000};
-    std::string waitsFile;  // see noteWaits()
+    std::string waitsFile;  // see loss_waits.h
     // If set, a process that has the same identity may take over a rank that is out (join()). Set it
     // on all ranks, or on none.
     std::optional<JobIdentity> identity;

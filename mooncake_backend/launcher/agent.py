@@ -129,6 +129,7 @@ class RestartingAgent(LocalElasticAgent):
                 message,
                 stopped=(stopped or process.stopped) and local_rank != except_for and code != 0,
                 waits=process.waits.all(),
+                joined=process.waits.joined,
                 node=self.node,
                 incarnation=process.incarnation,
             )

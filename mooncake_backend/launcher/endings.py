@@ -10,8 +10,6 @@ from datetime import datetime, timezone
 from mooncake_backend.ranks import list_ranks
 
 TITLE = "mooncake-run"
-# Seconds after its start before which a replacement cannot be in the job: it has to import torch.
-JOINING = 0.5
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class Ending:
     stopped: the launcher ended it
     waits: a rank that it lost, the longest time in seconds that this loss held up a call, and the
     time at which the launcher learned of it, as Waits.all() returns them
+    joined: when the launcher learned that this replacement is in the job; None: never
     node: number of the launcher that saw the end
     incarnation: 0 for the rank's first process, 1 for its first replacement
     """
@@ -39,6 +38,7 @@ class Ending:
     message: str = ""
     stopped: bool = False
     waits: Sequence[Sequence[float]] = ()
+    joined: float | None = None
     node: int = 0
     incarnation: int = 0
 
@@ -160,8 +160,12 @@ def _replaces(ending: Ending, earlier: Ending) -> bool:
 def _was_lost(ending: Ending, replacement: Ending | None, when: float) -> bool:
     """Whether a wait for its rank that a launcher learned of at `when` was for this incarnation. A
     process that is not in the job yet cannot be lost. Clocks of other hosts may be wrong here."""
-    is_after = not ending.incarnation or when >= ending.started + JOINING
-    return is_after and (replacement is None or when < replacement.started + JOINING)
+    is_after = not ending.incarnation or _has_joined(ending, when)
+    return is_after and not (replacement is not None and _has_joined(replacement, when))
+
+
+def _has_joined(ending: Ending, when: float) -> bool:
+    return ending.joined is not None and ending.joined <= when
 
 
 def _duration(seconds: float) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
 from mooncake_backend.launcher import job_key, torch_parts
 from mooncake_backend.launcher.agent import ContinuingAgent
 from mooncake_backend.launcher.budget import WINDOW, Budget
-from mooncake_backend.launcher.endings import JOINING, Ending, Journal
+from mooncake_backend.launcher.endings import Ending, Journal
 from mooncake_backend.launcher.ends import Ends
 from mooncake_backend.ranks import name_ranks
 
@@ -45,8 +45,8 @@ class ReplacingAgent(ContinuingAgent):
     """Starts a new process for a rank of this host that has died, as long as a rank of the job is
     left that it can join.
 
-    A process is a *member* from its start on; a replacement is one after JOINING seconds, if the
-    job has a member then. Without a member the job is over: the replacements that were started
+    A process is a *member* from its start on; a replacement is one when its backend has said that
+    it has joined the job. Without a member the job is over: the replacements that were started
     meanwhile have come too late, and are killed.
     """
 
@@ -76,11 +76,7 @@ class ReplacingAgent(ContinuingAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.ends.wait(self._patience())
-        if self.members:
-            self._promote()
-        moment = self.now()
-        for process in self.running.values():
-            process.waits.read(moment)
+        self._promote()
         for ending in self.look():
             self._ended(worker_group, ending)
         assert self.nodes is not None
@@ -148,10 +144,10 @@ class ReplacingAgent(ContinuingAgent):
             others_run = self.nodes.others_run()
             if others_run is None:
                 return
-            if not others_run:
+            self._promote()  # it may have joined just before the last member ended
+            if not others_run and not self.members:
                 self._give_up()
                 return
-        self._promote()
         for local_rank, death in sorted(self.deaths.items()):
             left = death.due - time.monotonic()
             if left <= 0:
@@ -161,9 +157,11 @@ class ReplacingAgent(ContinuingAgent):
                 self._tell(death.ending, f"{self._alive()}, a replacement follows in {left:.1f} s")
 
     def _promote(self) -> None:
-        """Makes members of replacements that may be in the job by now."""
-        for local_rank in self._newcomers():
-            if self.now() - self.running[local_rank].started >= JOINING:
+        """Makes members of the replacements that have joined the job."""
+        moment = self.now()
+        for local_rank, process in self.running.items():
+            process.waits.read(moment)
+            if process.waits.joined is not None:
                 self.members.add(local_rank)
 
     def _start(self, worker_group: WorkerGroup, local_rank: int, death: Death) -> None:

@@ -1,7 +1,7 @@
-"""How long the loss of ranks held up calls of other ranks.
+"""What a rank's backend notes for the launcher, in a file beside the rank's error file.
 
-For each call that a loss held up, a rank's backend writes a line to a file beside the rank's error
-file (csrc/membership/loss_waits.h).
+How long the loss of ranks held up its calls, and that a new process has become a rank of the
+running job (csrc/membership/loss_waits.h).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 NAME = "waits.txt"
 MOST_BYTES = 1 << 20
-LINE = re.compile(r"^(\d{1,9}) (\d{1,15})\n", re.MULTILINE)
+LINE = re.compile(r"^(?:(\d{1,9}) (\d{1,15})|(joined))\n", re.MULTILINE)
 
 
 def ask(error_file: str) -> None:
@@ -31,6 +31,8 @@ class Waits:
         self._path = _beside(error_file) if error_file else None
         self._longest: dict[tuple[int, float], float] = {}  # by lost rank, and time of reading
         self._read = 0  # bytes
+        # When the launcher learned that this process has joined the job. Without a file it cannot.
+        self.joined: float | None = None if error_file else 0.0
 
     def read(self, now: float) -> None:
         """Reads the lines that are new. Ignores text that is not a whole line of ours."""
@@ -44,7 +46,10 @@ class Waits:
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
-        for rank, micros in LINE.findall(whole.decode("ascii", errors="replace")):
+        for rank, micros, joined in LINE.findall(whole.decode("ascii", errors="replace")):
+            if joined:
+                self.joined = now if self.joined is None else self.joined
+                continue
             key = int(rank), now
             self._longest[key] = max(self._longest.get(key, 0.0), int(micros) / 1e6)
 
