@@ -157,7 +157,7 @@ class Runtime:
             has_results=not is_normal,
             bytes_beside=bytes_beside,
         )
-        self._native: EpBuffer | None = self._make(beside=beside and beside.native)
+        self._native: EpBuffer | None = self._make(beside=None if beside is None else beside.native)
         self._series = self._series_now()
 
     @property
