@@ -77,8 +77,9 @@ def get_active_ranks(group: Any, *, on_host: bool = False) -> torch.Tensor:
 
 
 def get_current_epoch(group: Any) -> int:
-    """Counts the changes of the job's membership, from 1 on. The same number means the same
-    ranks."""
+    """Counts the changes of the job's membership, from 1 on. The same number means the same ranks
+    of the job. The job takes a new process in before the group does: get_active_ranks() tells about
+    the group."""
     backend = backend_of(group)
     backend.note_losses_read()
     return backend.epoch
@@ -160,7 +161,8 @@ def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
 
 
 def get_num_synced_ranks(group: Any) -> int:
-    """Number of ranks for which get_peer_state() is True, this one included."""
+    """Number of ranks for which get_peer_state() is True, this one included. In a new process 1,
+    until it has joined."""
     return sum(get_peer_state(group, range(backend_of(group).size())))
 
 

@@ -213,17 +213,20 @@ def no_newcomer(me: harness.Rank):
     if me.rank == 2:
         os.kill(os.getpid(), 9)
     dist.all_reduce(torch.ones(1))
+    kind, text = harness.raised(pg.recover_ranks, dist.group.WORLD, [2])
+    assert kind == "DistBackendError"
     answer = pg.activate_ranks(dist.group.WORLD, [2])
     after = torch.ones(1)
     dist.all_reduce(after)
-    return answer.status.name, answer.reject_reason, after.item()
+    return answer.status.name, [text, answer.reject_reason], after.item()
 
 
 def test_without_a_newcomer_it_is_rejected_by_name():
     with harness.starting(3, no_newcomer, backend=None) as crew:
-        for status, reason, after in crew.results(dead=[2])[:2]:
+        for status, reasons, after in crew.results(dead=[2])[:2]:
             assert (status, after) == ("Rejected", 2)
-            assert "no process is ready to take the place of rank 2" in reason
+            for reason in reasons:
+                assert "no process is ready to take the place of rank 2" in reason
 
 
 def nowhere(me: harness.Rank):

@@ -1,0 +1,266 @@
+"""Answers of `mooncake.pg` where a lost rank comes back: to the members, to the new process, and to
+wrong calls."""
+
+from __future__ import annotations
+
+import os
+
+import harness
+import torch
+import torch.distributed as dist
+
+from mooncake import pg
+from mooncake.mooncake_ep_buffer import Buffer
+
+SIZE, LOST = 4, 1
+
+
+def total(rank: int) -> int:
+    """Sum over the ranks that take part. Each gives another power of two."""
+    tensor = torch.tensor(2**rank)
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+def begin(me: harness.Rank) -> torch.Tensor:
+    """Makes the default group. Returns the tensor in which it marks active ranks."""
+    is_extension = os.environ.pop("MOONCAKE_REJOIN", None) is not None
+    active = torch.full((me.size,), 7, dtype=torch.int32)
+    me.init("mooncake-cpu", options=pg.MooncakeBackendOptions(active, is_extension))
+    return active
+
+
+def facts(group, active: torch.Tensor) -> tuple[list[int], int, int]:
+    return active.tolist(), pg.get_num_synced_ranks(group), pg.get_current_epoch(group)
+
+
+# ---- each member recovers the rank in its own time
+
+
+def in_turn(me: harness.Rank):
+    """Each member calls recover_ranks() after the member before it has its answer. Returns the sums
+    and the facts before, while and after the rank is missing."""
+    active = begin(me)
+    world = dist.group.WORLD
+    found = []
+    if me.board.has("replaced"):
+        found.append((total(me.rank), facts(world, active)))
+        pg.join_group(world)
+        found.append(facts(world, active))
+    else:
+        found.append((total(me.rank), facts(world, active)))
+        me.board.set(f"began-{me.rank}")
+        if me.rank == LOST:
+            me.board.wait("never")
+        found.append(total(me.rank))
+        found.append(facts(world, active))
+        me.board.set(f"without-{me.rank}")
+        harness.until(lambda: pg.get_peer_state(world, [LOST]) == [True], "a newcomer")
+        before = [rank for rank in range(me.rank) if rank != LOST]
+        me.board.wait_all("asked", before)
+        found.append(pg.recover_ranks(world, [LOST]))
+        found.append(facts(world, active))
+        me.board.set(f"asked-{me.rank}")
+    found.append((total(me.rank), facts(world, active)))
+    return found
+
+
+def test_members_recover_a_rank_at_different_times():
+    with harness.Crew(SIZE, backend=None) as crew:
+        crew.start(in_turn)
+        crew.board.wait_all("began", range(SIZE))
+        crew.kill(LOST)
+        survivors = [rank for rank in range(SIZE) if rank != LOST]
+        crew.board.wait_all("without", survivors)
+        crew.board.set("replaced")
+        crew.replace(LOST, in_turn)
+        of_all = crew.results()
+    everybody, rest = [1] * SIZE, [int(rank != LOST) for rank in range(SIZE)]
+    full, reduced = 2**SIZE - 1, 2**SIZE - 1 - 2**LOST
+    alone, joined, last = of_all[LOST]
+    assert alone[0] == 2**LOST
+    assert alone[1][:2] == ([int(rank == LOST) for rank in range(SIZE)], 1)
+    epoch = joined[2]
+    assert epoch > 2
+    whole = (everybody, SIZE, epoch)
+    assert (joined, last) == (whole, (full, whole))
+    first, missing = (full, (everybody, SIZE, 1)), (rest, SIZE - 1, 2)
+    answer = pg.ProposeViewUpdateResponse(pg.ViewUpdateStatus.Applied, epoch, [], "")
+    for rank in survivors:
+        assert of_all[rank] == [first, reduced, missing, answer, whole, (full, whole)]
+
+
+# ---- messages
+
+
+def ping_pong(me: harness.Rank) -> None:
+    other = 1 - me.rank
+    got = torch.zeros(3)
+    works = dist.batch_isend_irecv([
+        dist.P2POp(dist.isend, torch.full((3,), float(me.rank)), other),
+        dist.P2POp(dist.irecv, got, other),
+    ])  # fmt: skip
+    for work in works:
+        work.wait()
+    assert all(pg.get_local_success(work) for work in works)
+    assert (got == other).all()
+
+
+def messages(me: harness.Rank):
+    comes = "MOONCAKE_REJOIN" in os.environ
+    begin(me)
+    world = dist.group.WORLD
+    if comes:
+        pg.join_group(world)
+    else:
+        ping_pong(me)
+        me.board.set(f"began-{me.rank}")
+        if me.rank == 1:
+            me.board.wait("never")
+        me.board.wait("killed")
+        work = dist.isend(torch.ones(1), 1)
+        work.wait()
+        assert not pg.get_local_success(work)
+        assert pg.get_failed_ranks_hint(work).tolist() == [0, 1]
+        assert pg.get_active_ranks(world).tolist() == [1, 0]
+        harness.until(lambda: pg.get_peer_state(world, [1]) == [True], "a newcomer")
+        assert pg.recover_ranks(world, [1]).status is pg.ProposalStatus.Applied
+    ping_pong(me)
+
+
+def test_messages_to_a_rank_that_was_lost():
+    """The message to the dead rank ends with the loss, and is not delivered to its successor."""
+    with harness.Crew(2, backend=None) as crew:
+        crew.start(messages)
+        crew.board.wait_all("began", range(2))
+        crew.kill(1)
+        crew.board.set("killed")
+        crew.replace(1, messages)
+        crew.results()
+
+
+# ---- mistakes of a newcomer
+
+
+def mistaken(me: harness.Rank):
+    comes = "MOONCAKE_REJOIN" in os.environ
+    begin(me)
+    world = dist.group.WORLD
+    if not comes:
+        me.board.set(f"began-{me.rank}")
+        if me.rank == 1:
+            me.board.wait("never")
+        me.board.wait("asked")
+        assert pg.recover_ranks(world, [1]).status is pg.ProposalStatus.Applied
+        return total(me.rank), []
+    found = [harness.raised(pg.recover_ranks, world, [0])]
+    answer = pg.activate_ranks(world, [0])
+    assert answer.status is pg.ProposalStatus.Rejected
+    found.append(("Rejected", answer.reject_reason))
+    me.board.set("asked")
+    pg.join_group(world)
+    found.append(harness.raised(pg.join_group, world))
+    return total(me.rank), found
+
+
+def test_mistakes_of_a_newcomer():
+    with harness.Crew(2, backend=None) as crew:
+        crew.start(mistaken)
+        crew.board.wait_all("began", range(2))
+        crew.kill(1)
+        crew.replace(1, mistaken)
+        sums, found = zip(*crew.results(), strict=True)
+        assert sums == (3, 3)
+        early, rejected, late = found[1]
+        assert early[0] == late[0] == "DistBackendError"
+        for _, text in (early, rejected):
+            assert "recover_ranks" in text
+            assert "rank 1" in text
+            assert "call join_group first" in text
+        assert "rank 1 is in group" in late[1]
+
+
+# ---- Buffers
+
+TOKENS, HIDDEN, EXPERTS = 4, 64, 4
+
+
+def needed(me: harness.Rank) -> int:
+    return Buffer.get_ep_buffer_size_hint(TOKENS, HIDDEN, me.size, EXPERTS)
+
+
+class Round:
+    """A dispatch of tokens, each to one expert of either rank, and the combine of the rows."""
+
+    def __init__(self, buffer: Buffer, rank: int, turn: int) -> None:
+        draw = torch.Generator().manual_seed(10 * turn + rank)
+        self.buffer = buffer
+        self.x = torch.randint(-8, 9, (TOKENS, HIDDEN), generator=draw).bfloat16()
+        self.chosen = torch.tensor([[0, EXPERTS // 2]] * TOKENS)
+        self.active = torch.ones(2, dtype=torch.int32)
+        self.rows, _, self.handle, _, _ = buffer.dispatch(
+            self.x, self.chosen, self.active, TOKENS, EXPERTS, -1, use_fp8=False
+        )
+
+    def combined(self) -> torch.Tensor:
+        weights = torch.full((TOKENS, 2), 0.5)
+        return self.buffer.combine(
+            self.rows, self.chosen, weights, self.active, -1, self.handle
+        )[0]  # fmt: skip
+
+
+def without_a_newcomer(me: harness.Rank):
+    buffer = Buffer(dist.group.WORLD, needed(me))
+    native = buffer.runtime
+    before = Round(buffer, me.rank, 0)
+    buffer.update_ep_member()
+    assert torch.equal(before.combined(), before.x)
+    after = Round(buffer, me.rank, 1)
+    assert torch.equal(after.combined(), after.x)
+    assert buffer.runtime is native
+
+
+def test_update_ep_member_without_a_newcomer_has_no_effect():
+    harness.run_ranks(2, without_a_newcomer)
+
+
+def too_small(me: harness.Rank):
+    """The newcomer's Buffer is too small for the ranks of the group: its dispatch says so, and the
+    others go on without its part."""
+    comes = "MOONCAKE_REJOIN" in os.environ
+    begin(me)
+    world = dist.group.WORLD
+    if comes:
+        pg.join_group(world)
+        found = harness.raised(Round, Buffer(world, needed(me) // 8), me.rank, 1)
+    else:
+        buffer = Buffer(world, needed(me))
+        first = Round(buffer, me.rank, 0)
+        assert torch.equal(first.combined(), first.x)
+        me.board.set(f"began-{me.rank}")
+        if me.rank == 1:
+            me.board.wait("never")
+        harness.until(lambda: pg.get_active_ranks(world).tolist() == [1, 0], "the loss")
+        harness.until(lambda: pg.get_peer_state(world, [1]) == [True], "a newcomer")
+        pg.recover_ranks(world, [1])
+        buffer.update_ep_member()
+        second = Round(buffer, me.rank, 1)
+        assert torch.equal(second.combined(), second.x / 2)
+        assert second.active.tolist() == [1, 0]
+        assert buffer.missing_contributions.all()
+        found = None
+    return total(me.rank), found
+
+
+def test_a_newcomer_with_too_small_a_buffer():
+    with harness.Crew(2, backend=None) as crew:
+        crew.start(too_small)
+        crew.board.wait_all("began", range(2))
+        crew.kill(1)
+        crew.replace(1, too_small)
+        sums, found = zip(*crew.results(), strict=True)
+        assert sums == (3, 3)
+        kind, text = found[1]
+        assert kind == "ValueError"
+        assert text.startswith("rank 1: ")
+        assert "make it as large as the size hint says" in text
