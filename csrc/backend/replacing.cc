@@ -14,8 +14,10 @@ bool Replacing::isReady(int rank) const {
 std::vector<int> Replacing::recover(const std::vector<int>& ranks,
                                     std::chrono::milliseconds ready) {
   group_.refuseInForkedChild();
-  const std::string name = "recover_ranks of group '" + group_.options().groupName + "'";
-  if (ranks.empty()) refuse(name + " got no ranks");
+  const std::string self = "rank " + std::to_string(group_.rank());
+  const std::string name = self + ", recover_ranks of group '" + group_.options().groupName + "'";
+  if (ranks.empty())
+    refuse(name + " got no ranks: name lost ones, for which get_peer_state is True");
   for (auto rank = ranks.begin(); rank != ranks.end(); ++rank) {
     if (*rank < 0 || *rank >= group_.size())
       refuse(name + ": rank " + std::to_string(*rank) + " is not in a group of " +
@@ -24,13 +26,11 @@ std::vector<int> Replacing::recover(const std::vector<int>& ranks,
       refuse(name + ": rank " + std::to_string(*rank) + " stands twice in the list");
   }
   if (group_.line().isNewcomer())
-    throwError({ErrorCode::kRefused, name + ": rank " + std::to_string(group_.rank()) +
-                                         " is not in the group yet: call join_group first"});
+    throwError({ErrorCode::kRefused, name + ": it is not in the group yet: call join_group first"});
   throwIfError(devices_.mayMove());
   const Deadline deadline = group_.deadline();
   if (!group_.queue()->drain(deadline))
-    throwError({ErrorCode::kTimeout, name + " on rank " + std::to_string(group_.rank()) +
-                                         ": calls before it have not ended. wait() for them"});
+    throwError({ErrorCode::kTimeout, name + ": calls before it have not ended. wait() for them"});
   return orThrow(group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline));
 }
 

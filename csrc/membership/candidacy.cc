@@ -17,6 +17,8 @@ using std::chrono::milliseconds;
 // Bounds of the pause before a newcomer asks again.
 constexpr milliseconds kLeastPause(5);
 constexpr milliseconds kMostPause(200);
+// How long it tries at least to reach a member.
+constexpr milliseconds kReach(500);
 
 std::string hostName() {
   std::array<char, JoinRequest::kMostHost + 1> name{};
@@ -245,7 +247,7 @@ Result<std::shared_ptr<Membership>> Candidacy::run() {
     if (!member.ok()) {
       last_ = member.error().message;
       if (isOffered_) return givesUp();
-      if (Clock::now() - reached > Clock::duration(options_.failureTimeout / 10) &&
+      if (Clock::now() - reached > std::max(options_.failureTimeout / 10, kReach) &&
           turn + 1 >= options_.members.size())
         return Error{ErrorCode::kPeerLost, "no member of the job can be reached: " + last_};
       continue;
@@ -254,7 +256,8 @@ Result<std::shared_ptr<Membership>> Candidacy::run() {
     reached = Clock::now();
     auto asked = ask(**member);
     if (!asked.ok()) {
-      last_ = asked.error().message;
+      // What a member has said tells more than that another one did not answer.
+      if (asked.error().code != ErrorCode::kTimeout || last_.empty()) last_ = asked.error().message;
       const bool isHeld =
           asked.error().code == ErrorCode::kInterrupted && Clock::now() - began > patience;
       if (asked.error().code == ErrorCode::kRefused || isHeld)
