@@ -19,6 +19,7 @@ import bench_collectives
 import bench_ddp
 import bench_failure
 import bench_idle
+import bench_rejoin
 import bench_startup
 import gates
 import losses
@@ -168,6 +169,25 @@ def test_time_of_a_loss(ours, out, gate):
             assert row["known_first_ms"] <= row["known_ms"]
             assert row["view_ms"] <= row["resumed_ms"]
     assert {row["evidence"] for row in mine if row["action"] == "stop"} == {"silent"}
+    hold(findings, gate)
+
+
+def test_time_of_a_replacement(ours, out, gate):
+    need(ours)
+    cells = bench_rejoin.cells_of([4], ["shm", "tcp"], list(bench_rejoin.HITS), True)
+    times = 20 if gate else 2
+    found = bench_rejoin.run(cells, times)
+    summaries = [bench_rejoin.summarize(cell, rows) for cell, rows in found.items()]
+    findings = bench_rejoin.judge(summaries)
+    out(bench_rejoin.show, summaries)
+    out(gates.show, findings)
+    assert not [row["error"] for row in summaries if row["error"]]
+    for cell, rows in found.items():
+        replaced = [row for row in rows if row["outcome"] == "replaced"]
+        assert len(replaced) == times
+        assert len(rows) == times * (2 if cell.hit else 1)
+        for row in replaced:
+            assert row["init_ms"] <= row["joined_ms"] <= row["first_ms"]
     hold(findings, gate)
 
 
