@@ -350,7 +350,7 @@ Status GroupLine::withdraw(Group& group, uint64_t digest) {
 
 Error GroupLine::notReady(const Group& group, const std::vector<int>& missing) const {
   return {ErrorCode::kTimeout,
-          group.nameRanks({group.rank()}) + ": no process is ready to take the place of " +
+          group.nameRank(group.rank()) + ": no process is ready to take the place of " +
               group.nameRanks(missing) + " in group '" + group.name() +
               "': start one with MOONCAKE_REJOIN=1 or is_extension=True, which calls "
               "join_group, and ask get_peer_state before"};
@@ -360,7 +360,7 @@ Error GroupLine::notMoved(const Group& group, const Successor& successor, const 
   std::vector<int> newcomers;
   for (const Newcomer& newcomer : successor.newcomers) newcomers.push_back(newcomer.rank);
   return {ErrorCode::kTimeout,
-          group.nameRanks({group.rank()}) + ": group '" + group.name() + "' has not let " +
+          group.nameRank(group.rank()) + ": group '" + group.name() + "' has not let " +
               group.nameRanks(newcomers) +
               " in before the timeout: a member is in a call that the others do not call, or is "
               "stopped. Nothing has changed" +
