@@ -1,5 +1,6 @@
 """python -m mooncake_backend.demo: trains on each backend in turn, and once more on ours while a
-rank is killed. Then generates text with a mixture of experts, and kills one of its ranks, too."""
+rank is killed and replaced. Then generates text with a mixture of experts, and kills and replaces
+one of its ranks, too."""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ from typing import Any
 
 try:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 except ImportError:
     sys.exit("the demo needs its extra packages: pip install rich matplotlib numpy")
 
 from mooncake_backend.demo.launch import Kill, Run, RunError, launch
-from mooncake_backend.demo.mixture import LENGTH
-from mooncake_backend.demo.model import documents
+from mooncake_backend.demo.mixture import LENGTH, TURNS_AFTER, TURNS_BEFORE
+from mooncake_backend.demo.model import PATIENCE, documents
 from mooncake_backend.demo.report import show
 from mooncake_backend.demo.sentences import Mixture, generate
 
@@ -30,7 +38,13 @@ def main() -> int:
         "--expert-steps", type=int, default=120, help="of the mixture of experts; 0 leaves it out"
     )
     parser.add_argument(
-        "--victim", type=int, default=2, help="the rank to kill at half time; -1: none"
+        "--victim", type=int, default=2, help="the rank to kill at a third; -1: none"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        help="seconds that a run may last longer for the rank's replacement",
     )
     parser.add_argument("--deadline", type=float, default=240, help="seconds that one run may take")
     parser.add_argument("--picture", type=Path, default=Path("build/demo.png"))
@@ -50,7 +64,7 @@ def main() -> int:
     # Jobs on other backends do not survive a death.
     survives = [backend for backend in backends if backend.startswith("mooncake")]
     if survives and given.victim > 0:
-        plan.append((survives[0], Kill(given.victim, given.steps // 2)))
+        plan.append((survives[0], Kill(given.victim, given.steps // 3, given.patience)))
 
     console = Console()
     console.print(f"learning {size} characters from {len(files)} documents")
@@ -70,14 +84,15 @@ def main() -> int:
                 name = Run(backend, kill).name
                 task = progress.add_task(name, total=given.steps, loss="")
 
-                def on_step(loss: float, task=task) -> None:  # type: ignore[no-untyped-def]
-                    progress.update(task, advance=1, loss=f"loss {loss:.3f}")
+                def on_step(loss: float, task: TaskID = task) -> None:
+                    advance(progress, task, f"loss {loss:.3f}")
 
                 runs.append(
                     launch(backend, given.ranks, given.steps, files, given.deadline, on_step, kill)
                 )
             if survives and given.expert_steps > 0:
-                steps = {"learn": given.expert_steps, "generate": LENGTH}
+                turns = TURNS_BEFORE + (0 if victim is None else TURNS_AFTER)
+                steps = {"learn": given.expert_steps, "generate": turns * LENGTH}
                 tasks = {
                     phase: progress.add_task(f"experts {phase}", total=total, loss="", start=False)
                     for phase, total in steps.items()
@@ -86,12 +101,16 @@ def main() -> int:
                 def on_report(report: dict[str, Any]) -> None:
                     task, loss = tasks[report["phase"]], report["loss"]
                     progress.start_task(task)
-                    progress.update(
-                        task, advance=1, loss="" if loss is None else f"loss {loss:.3f}"
-                    )
+                    advance(progress, task, "" if loss is None else f"loss {loss:.3f}")
 
                 job = generate(
-                    given.ranks, given.expert_steps, files, given.deadline, victim, on_report
+                    given.ranks,
+                    given.expert_steps,
+                    files,
+                    given.deadline,
+                    victim,
+                    given.patience,
+                    on_report,
                 )
     except RunError as error:
         console.print(str(error), style="red", markup=False)
@@ -101,6 +120,13 @@ def main() -> int:
         return 130
     show(runs, job, given.ranks, given.picture, console)
     return 0
+
+
+def advance(progress: Progress, task: TaskID, loss: str) -> None:
+    """A job that goes on for a replacement has more steps than are known before."""
+    total = progress.tasks[task].total or 0
+    done = progress.tasks[task].completed + 1
+    progress.update(task, completed=done, total=max(total, done), loss=loss)
 
 
 if __name__ == "__main__":

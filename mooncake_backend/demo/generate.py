@@ -1,7 +1,10 @@
 """One rank of the mixture of experts. It learns with the other ranks and keeps its share of the
 experts. Then it generates text from its own prompts, through the experts of all ranks.
 
-It writes all results to rank-N.jsonl at once; rank 0 also prints one JSON line per step.
+A replacement of a rank that died loads the model from the checkpoint that rank 0 wrote after the
+learning, and generates with the other ranks from their next turn on.
+
+Each process writes its results to a file at once; rank 0 also prints one JSON line per step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import mooncake_backend
+from mooncake_backend import pg
 from mooncake_backend.demo.mixture import (
     BALANCE,
     CONTEXT,
@@ -27,19 +32,22 @@ from mooncake_backend.demo.mixture import (
     LENGTH,
     LOOK_BACK,
     PROMPT,
+    TURNS_AFTER,
+    TURNS_BEFORE,
     WIDTH,
     Experts,
     MixtureModel,
     Past,
     loss_of,
 )
-from mooncake_backend.demo.model import Text, die_with_launcher
-from mooncake_backend.ep import Buffer
+from mooncake_backend.demo.model import Text, die_with_launcher, is_replacement, report_of
+from mooncake_backend.ep.mooncake_buffer import Buffer, get_ep_buffer_size_hint
 
 BATCH = 4
 RATE = 4e-3
 SENTENCES = 8  # of each rank
 TEMPERATURE = 0.6
+NO_LIMIT = -1  # living ranks are waited for until the Buffer's timeout
 
 
 class Shared:
@@ -54,8 +62,8 @@ class Shared:
 
     def __call__(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         count = EXPERTS_OF_A_RANK * self.buffer.group_size
-        received, counts, handle, _, _ = self.buffer.low_latency_dispatch(
-            rows.bfloat16(), chosen, BATCH * CONTEXT, count, use_fp8=False, active_ranks=self.active
+        received, counts, handle, _, _ = self.buffer.dispatch(
+            rows.bfloat16(), chosen, self.active, BATCH * CONTEXT, count, NO_LIMIT, use_fp8=False
         )
         assert isinstance(received, Tensor)  # without FP8
         if self.dies:
@@ -64,8 +72,8 @@ class Shared:
         answers = torch.empty_like(received)
         for place, answer in zip(answers, self.experts.answer(mine), strict=True):
             place[: len(answer)] = answer
-        mixed, event, _ = self.buffer.low_latency_combine(
-            answers, chosen, weights, handle, active_ranks=self.active
+        mixed, event, _ = self.buffer.combine(
+            answers, chosen, weights, self.active, NO_LIMIT, handle
         )
         self.asked = chosen // EXPERTS_OF_A_RANK
         self.missing = event.missing_contributions
@@ -81,9 +89,12 @@ class Rank:
         self.learnt, self.held_out = text.data.tensor_split([len(text.data) * 9 // 10])
         torch.manual_seed(0)  # the same model on every rank
         self.model = MixtureModel(text.symbols, EXPERTS_OF_A_RANK * self.size)
-        self.own = torch.Generator().manual_seed(1 + self.rank)
-        self.report = (reports / f"rank-{self.rank}.jsonl").open("w", encoding="utf-8")
+        number = self.rank + self.size * is_replacement()  # of this process
+        self.own = torch.Generator().manual_seed(1 + number)
+        self.report = report_of(reports, self.rank, is_replacement()).open("w", encoding="utf-8")
+        self.checkpoint = reports / "model.pt"
         self.active = torch.ones(self.size, dtype=torch.int32)
+        self.lost_at: float | None = None  # when the loss of a rank was seen, monotonic
         self.shared: list[Shared] = []
 
     def write(self, **what: Any) -> None:
@@ -115,17 +126,20 @@ class Rank:
             (loss + BALANCE * imbalance).backward()
             optimizer.step()
             self.progress("learn", loss.item())
-        self.model.eval()
+        if self.rank == 0:
+            torch.save(self.model.state_dict(), self.checkpoint)
+
+    def load(self) -> None:
+        """Loads what learn() has made."""
+        self.model.load_state_dict(torch.load(self.checkpoint, weights_only=True))
 
     def keep_share(self) -> None:
-        """Keeps this rank's experts; the other experts are reached through their ranks."""
+        """Keeps this rank's experts; the other experts are reached through their ranks. Collective:
+        a replacement's call meets the other ranks' first dispatch after let_in()."""
+        self.model.eval()
         sizes = (BATCH * CONTEXT, WIDTH, self.size, EXPERTS_OF_A_RANK * self.size)
-        buffer = Buffer(
-            dist.group.WORLD,
-            num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(*sizes),
-            low_latency_mode=True,
-            renormalize=True,  # if one of two experts is lost, the other counts for both
-        )
+        # If one of a character's two experts is lost, the other counts for both.
+        buffer = Buffer(dist.group.WORLD, get_ep_buffer_size_hint(*sizes), renormalize=True)
         first = EXPERTS_OF_A_RANK * self.rank
         for layer in self.layers:
             self.shared.append(Shared(buffer, self.active, layer))
@@ -133,9 +147,13 @@ class Rank:
 
     def avoid_the_lost(self) -> None:
         """Makes the routers choose only among experts of ranks that live."""
-        lost = (self.active == 0).repeat_interleave(EXPERTS_OF_A_RANK)
+        self.avoid(self.active == 0)
+        if self.lost_at is None and 0 in self.active:
+            self.lost_at = time.monotonic()
+
+    def avoid(self, ranks: Tensor) -> None:
         for shared in self.shared:
-            shared.experts.avoided = lost
+            shared.experts.avoided = ranks.repeat_interleave(EXPERTS_OF_A_RANK)
 
     def compare(self, batches: int = 8) -> float:
         """The loss per character of held-out text, the same on every rank."""
@@ -146,8 +164,36 @@ class Rank:
             losses.append(loss_of(self.model(symbols[:, :-1]), symbols))
         return torch.stack(losses).mean().item()
 
-    def generate(self, kill_at: int | None) -> None:
-        """Generates all sentences together, one character of each at a time."""
+    def compare_without_the_lost(self) -> dict[str, float]:
+        """The loss per character when the routers avoid the experts of lost ranks, and when they
+        choose them and get no answer."""
+        avoided = self.compare()
+        self.avoid(torch.zeros(self.size, dtype=torch.bool))
+        missing = self.compare()
+        self.avoid_the_lost()
+        return {"avoided": avoided, "missing": missing}
+
+    def let_in(self, patience: float) -> bool:
+        """Generates further turns until a replacement is in, at most for `patience` seconds since
+        the loss. Returns whether it is in. On all ranks alike."""
+        started = time.monotonic()
+        latest = (self.lost_at or started) + patience
+        while not mooncake_backend.admit(dist.group.WORLD):
+            is_late = torch.tensor(int(started > latest))
+            dist.all_reduce(is_late, op=dist.ReduceOp.MAX)
+            if is_late:
+                return False
+            self.generate()
+            started = time.monotonic()
+        self.shared[0].buffer.update_ep_member()
+        self.active.fill_(1)
+        self.avoid_the_lost()
+        ended = time.monotonic()
+        self.write(let_in=ended - started, away=ended - (self.lost_at or started))
+        return True
+
+    def generate(self, kill_at: int | None = None) -> None:
+        """Generates all sentences of a turn together, one character of each at a time."""
         starts = torch.tensor(self.text.sentences(len(self.learnt), LOOK_BACK, PROMPT))
         drawn = torch.randint(len(starts), (SENTENCES, 1), generator=self.own)
         index = starts[drawn] + torch.arange(-LOOK_BACK, PROMPT)
@@ -178,29 +224,57 @@ def _last(rows: Tensor) -> Tensor:
     return rows.view(SENTENCES, len(rows) // SENTENCES, -1)[:, -1]
 
 
+def serve(rank: Rank, steps: int, victim: int | None, patience: float) -> None:
+    """The life of a rank's first process."""
+    rank.learn(steps)
+    with torch.no_grad():
+        rank.keep_share()
+        loss = {"whole": rank.compare()}
+        for turn in range(TURNS_BEFORE):
+            dies = rank.rank == victim and turn + 1 == TURNS_BEFORE
+            rank.generate(LENGTH // 2 if dies else None)
+        if victim is not None:
+            loss |= rank.compare_without_the_lost()
+            if rank.let_in(patience):
+                loss["again"] = finish(rank)
+        rank.write(loss=loss)
+
+
+def replace(rank: Rank) -> None:
+    """The life of a replacement."""
+    with torch.no_grad():
+        rank.load()
+        pg.join_group(dist.group.WORLD)
+        rank.keep_share()
+        rank.write(loss={"again": finish(rank)})
+
+
+def finish(rank: Rank) -> float:
+    """The last turns. Returns the loss per character after them."""
+    for _ in range(TURNS_AFTER):
+        rank.generate()
+    return rank.compare()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--victim", type=int)
+    parser.add_argument("--patience", type=float, default=0.0)
     parser.add_argument("--reports", type=Path, required=True)
     parser.add_argument("files", type=Path, nargs="+")
     given = parser.parse_args()
 
     die_with_launcher()
     torch.set_num_threads(1)
+    text = Text(given.files)
     dist.init_process_group("mooncake", timeout=timedelta(seconds=60))
     try:
-        rank = Rank(Text(given.files), given.reports)
-        rank.learn(given.steps)
-        with torch.no_grad():
-            rank.keep_share()
-            whole = rank.compare()
-            rank.generate(LENGTH // 2 if rank.rank == given.victim else None)
-            avoided = rank.compare()
-            for shared in rank.shared:
-                shared.experts.avoided.zero_()
-            rank.write(loss={"whole": whole, "avoided": avoided, "missing": rank.compare()})
-        rank.shared[0].buffer.destroy()
+        rank = Rank(text, given.reports)
+        if is_replacement():
+            replace(rank)
+        else:
+            serve(rank, given.steps, given.victim, given.patience)
     finally:
         dist.destroy_process_group()
 

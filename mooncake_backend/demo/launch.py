@@ -14,13 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mooncake_backend.demo.model import PATIENCE
+
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank that sends itself SIGKILL after step `step`."""
+    """A rank that sends itself SIGKILL after step `step`, and gets a replacement.
+
+    patience: most seconds that the job goes on for the replacement after its last step
+    """
 
     rank: int
     step: int
+    patience: float = PATIENCE
 
 
 @dataclass
@@ -31,12 +37,31 @@ class Run:
     kill: Kill | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)  # seconds between a step and the one before
     ranks: list[int] = field(default_factory=list)  # number that took part, per step
     endings: str = ""  # the launcher's table
 
     @property
     def name(self) -> str:
         return f"{self.backend}, rank {self.kill.rank} killed" if self.kill else self.backend
+
+    @property
+    def lost_at(self) -> int | None:
+        """The first step without the killed rank."""
+        return next((step for step, n in enumerate(self.ranks) if n < self.ranks[0]), None)
+
+    @property
+    def back_at(self) -> int | None:
+        """The first step with its replacement."""
+        lost = self.lost_at
+        later = range(len(self.ranks))[lost:] if lost is not None else ()
+        return next((step for step in later if self.ranks[step] == self.ranks[0]), None)
+
+    @property
+    def phases(self) -> list[tuple[int, int]]:
+        """Each step from which on another number of ranks took part, and that number."""
+        before = [0, *self.ranks]
+        return [(step, n) for step, n in enumerate(self.ranks) if n != before[step]]
 
 
 class RunError(RuntimeError):
@@ -57,15 +82,18 @@ def launch(
     arguments = ["--backend", backend, "--steps", str(steps)]
     if kill:
         arguments += ["--victim", str(kill.rank), "--kill-at", str(kill.step)]
+        arguments += ["--patience", str(kill.patience)]
 
     def on_report(report: dict[str, Any]) -> None:
         run.losses.append(report["loss"])
         run.seconds.append(report["seconds"])
+        run.pauses.append(report["pause"])
         run.ranks.append(report["ranks"])
         on_step(report["loss"])
 
     arguments += map(str, files)
-    run.endings = start_ranks("train", arguments, ranks, deadline, run.name, on_report)
+    has_death = kill is not None
+    run.endings = start_ranks("train", arguments, ranks, deadline, run.name, on_report, has_death)
     return run
 
 
@@ -76,11 +104,15 @@ def start_ranks(
     deadline: float,
     name: str,
     on_report: Callable[[dict[str, Any]], None],
+    replaces: bool,
 ) -> str:
-    """Runs a module of the demo. on_report gets each line of rank 0. Returns the endings table."""
+    """Runs a module of the demo. on_report gets each line of rank 0. With `replaces`, the launcher
+    starts a new process for a rank that dies, once. Returns the endings table."""
     with tempfile.TemporaryDirectory(prefix="mooncake-demo-") as folder:
         command = [sys.executable, "-m", "mooncake_backend.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "--log-dir", folder]
+        if replaces:
+            command += ["--on-death", "replace", "--max-replacements", "1"]
         # stdout carries rank 0's reports; the stderr of all ranks is kept for error texts.
         command += ["--local-ranks-filter", "0", "--redirects", "2"]
         command += ["-m", f"mooncake_backend.demo.{module}", *arguments]

@@ -16,6 +16,9 @@ WIDTH, HEADS, EXPERT_WIDTH, LAYERS, CHOSEN = 128, 4, 128, 2, 2
 EXPERTS_OF_A_RANK = 2
 CONTEXT = 128
 PROMPT, LENGTH = 24, 96  # characters of a sentence: given, and generated
+# Each rank generates several sentences at once, one turn after the other. In the last turn of
+# TURNS_BEFORE a rank is killed. TURNS_AFTER follow once its replacement is there.
+TURNS_BEFORE, TURNS_AFTER = 2, 2
 # The model sees a character together with the characters before it, hashed into a table, so that it
 # learns words in seconds.
 LOOK_BACK, TABLE = 3, 8192

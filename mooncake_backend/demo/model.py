@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 PR_SET_PDEATHSIG = 1
+PATIENCE = 15.0  # most seconds that a job goes on for the replacement of a rank
 
 
 class CharModel(nn.Module):
@@ -83,3 +85,13 @@ def documents() -> list[Path]:
 def die_with_launcher() -> None:
     """Makes the kernel kill this process when its launcher dies: a killed launcher cannot do it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def is_replacement() -> bool:
+    """Whether mooncake-run has started this process in place of a rank that died."""
+    return "MOONCAKE_REJOIN" in os.environ
+
+
+def report_of(folder: Path, rank: int, is_replacement: bool) -> Path:
+    """The file of a rank's first process, or of its replacement."""
+    return folder / f"rank-{rank}{'.1' * is_replacement}.jsonl"

@@ -11,41 +11,57 @@ from rich.table import Table
 
 from mooncake_backend.demo import sentences
 from mooncake_backend.demo.launch import Run
+from mooncake_backend.demo.mixture import LENGTH
 from mooncake_backend.demo.sentences import Mixture
 
+GAP = 6  # characters, between two sentences in the picture
 WARM_UP = 10  # steps that also set up buckets, connections and caches
 
 
 def table(runs: list[Run], ranks: int) -> Table:
-    shown = Table(title=f"{ranks} ranks on this host, {len(runs[0].losses)} steps")
+    steps = len(runs[0].losses)
+    shown = Table(title=f"{ranks} ranks on this host, {steps} steps")
     shown.add_column("backend", no_wrap=True)
-    shown.add_column("first loss", justify="right")
-    shown.add_column("last loss", justify="right")
-    shown.add_column("ms/step, median", justify="right")
-    shown.add_column("ms/step, 95%", justify="right")
+    shown.add_column(f"loss at {steps}", justify="right")
+    shown.add_column("ms/step", justify="right")
+    shown.add_column("95%", justify="right")
+    shown.add_column("ranks (from step)", no_wrap=True)
     for run in runs:
         steady = sorted(run.seconds[WARM_UP:] or run.seconds)
-        last = run.losses[-20:]
+        last = run.losses[:steps][-20:]
         shown.add_row(
             run.name,
-            f"{run.losses[0]:.4f}",
             f"{sum(last) / len(last):.4f}",
             f"{1e3 * median(steady):.1f}",
             f"{1e3 * steady[int(0.95 * (len(steady) - 1))]:.1f}",
+            ", ".join(f"{n} ({step})" if step else str(n) for step, n in run.phases),
         )
     return shown
 
 
 def aftermath(run: Run) -> str:
-    """Describes how a rank's death affected a run."""
+    """Describes how a rank's death, and its replacement, affected a run."""
     assert run.kill
-    after = next((i for i, n in enumerate(run.ranks) if n < run.ranks[0]), len(run.ranks) - 1)
-    # The kill may hit the step before the first one without the victim.
-    hit = max(run.seconds[run.kill.step + 1 : after + 1] or run.seconds[after:])
-    return (
-        f"step {run.kill.step}: rank {run.kill.rank} was killed. The other {run.ranks[-1]} ranks "
-        f"went on: the step that lost it took {1e3 * hit:.1f} ms, "
-        f"{len(run.ranks) - after} steps followed without it"
+    rank, at = run.kill.rank, run.kill.step
+    lost, back = run.lost_at, run.back_at
+    said = f"step {at}: rank {rank} was killed. "
+    if lost is None:
+        return f"{said}The run ended before a step without it"
+    # The loss may hold up the pause before a step, or the step.
+    hit = max(run.seconds[step] + run.pauses[step] for step in range(at + 1, lost + 1))
+    end = len(run.ranks) if back is None else back
+    said += f"The other {run.ranks[lost]} ranks went on: the step that lost it took "
+    said += f"{1e3 * hit:.1f} ms, {end - lost} steps followed without it\n"
+    if back is None:
+        return said + (
+            f"NOT REPLACED: no new process was ready in time to be rank {rank}; {run.ranks[-1]} "
+            "ranks trained until the end (--patience gives it longer)"
+        )
+    away = sum(run.seconds[at + 1 : back]) + sum(run.pauses[at + 1 : back + 1])
+    return said + (
+        f"step {back}, {away:.1f} s later: a new process is rank {rank}, with the model of the "
+        f"other ranks. They paused for {1e3 * run.pauses[back]:.1f} ms to let it in, "
+        f"{len(run.ranks) - back} steps followed with all {run.ranks[back]} ranks"
     )
 
 
@@ -72,10 +88,20 @@ def _draw_training(runs: list[Run], loss: Any, speed: Any) -> None:
         style = {"label": run.name, "color": f"C{index}", "linestyle": ("-", "--")[index % 2]}
         loss.plot(run.losses, **style)
         if run.kill:
-            loss.axvline(run.kill.step, color=f"C{index}", linestyle=":")
+            _mark(loss, run.kill.rank, run.lost_at, run.back_at)
+            ends = [step for step, _ in run.phases[1:]] + [len(run.ranks)]
+            for (begin, ranks), end in zip(run.phases, ends, strict=True):
+                loss.text(
+                    (begin + end) / 2,
+                    0.03,
+                    f"{ranks} ranks",
+                    transform=loss.get_xaxis_transform(),
+                    horizontalalignment="center",
+                )
         steady = sorted(1e3 * seconds for seconds in run.seconds[WARM_UP:] or run.seconds)
         share = [100 * (place + 1) / len(steady) for place in range(len(steady))]
         speed.plot(steady, share, **style)
+    loss.margins(y=0.12)  # room for the numbers of ranks
     loss.set(title="loss", xlabel="step", ylabel="nats per character")
     speed.set(title="time per step", xlabel="ms", ylabel="% of steps at most this long")
     speed.set_xscale("log")
@@ -84,40 +110,64 @@ def _draw_training(runs: list[Run], loss: Any, speed: Any) -> None:
         axis.legend()
 
 
+def _mark(axis: Any, rank: int, lost: int | None, back: int | None) -> None:
+    """Marks the loss of a rank and its return, and shades the time between."""
+    if lost is not None:
+        axis.axvline(lost, color="0.2", linestyle=":", label=f"rank {rank} killed")
+    if lost is not None and back is not None:
+        axis.axvspan(lost, back, color="0.5", alpha=0.15, linewidth=0)
+        axis.axvline(back, color="0.2", linestyle="--", label="a new process in its place")
+
+
 def _draw_gap(job: Mixture, axis: Any) -> None:
-    for one in job.authors:
-        # The first character also includes reading the prompt.
-        places = range(1, len(one.seconds))
-        label = f"rank {one.rank}" + ("" if one.finished else ", killed")
-        axis.plot(places, [1e3 * one.seconds[place] for place in places], label=label)
+    for one in job.survivors:
+        # The first character of a sentence also includes reading the prompt.
+        places = [place for place in range(len(one.seconds)) if place % LENGTH]
+        times = [1e3 * one.seconds[place] for place in places]
+        axis.plot(places, times, color=f"C{one.rank}", label=f"rank {one.rank}", linewidth=0.7)
     title = "mixture of experts: time per character"
     if (at := job.killed_at) is not None:
         gap = 1e3 * max(one.seconds[at] for one in job.survivors)
-        axis.axvline(at, color="C3", linestyle=":")
-        title += f", {gap:.1f} ms at the kill"
-    axis.set(title=title, xlabel="character", ylabel="ms")
-    axis.set_ylim(bottom=0)
+        title += f"\n{gap:.1f} ms at the kill"
+        if (back := job.back_at) is not None:
+            gap = 1e3 * max(sentences.at_return(job, one) for one in job.survivors)
+            title += f", {gap:.1f} ms at the return"
+            axis.plot([back], [gap], "k.")
+        _mark(axis, job.victim or 0, at, back)
+    axis.set_title(title, fontsize="medium")
+    axis.set(xlabel="character, of one sentence after the other", ylabel="ms")
+    axis.set_yscale("log")
+    axis.set_ylim(top=4 * axis.get_ylim()[1])  # room for the legend
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(ncols=2, fontsize="small", loc="upper left")
 
 
 def _draw_sentences(job: Mixture, axis: Any) -> None:
-    """Draws a line for each sentence, from its first character to its last."""
-    line, ticks, hits = 0, {}, []
-    for one in job.authors:
-        first = line
-        for sentence in range(len(one.prompts)):
-            axis.barh(line, len(one.characters), height=0.7, color=f"C{one.rank}", alpha=0.5)
-            hits += [(place, line) for place, rows in enumerate(one.missing) if sentence in rows]
-            line += 1
-        ticks[(first + line - 1) / 2] = f"rank {one.rank}"
+    """Draws a line for each sentence of a turn, one turn after the other. A replacement goes on in
+    the lines of its predecessor."""
+    ticks, hits = {}, []
+    rows = len(job.authors[0].prompts[0])
+    for index, rank in enumerate(sorted({one.rank for one in job.authors})):
+        first = index * rows
+        ticks[first + (rows - 1) / 2] = f"rank {rank}"
+        for one in (one for one in job.authors if one.rank == rank):
+            left = job.first_of(one)
+            spans = [
+                (left + begin, min(LENGTH - GAP, len(one.characters) - begin))
+                for begin in range(0, len(one.characters), LENGTH)
+            ]
+            for line in range(first, first + rows):
+                axis.broken_barh(spans, (line - 0.35, 0.7), color=f"C{rank}", alpha=0.5)
+            hits += [(left + place, first + row) for place, row in one.misses]
     axis.set_yticks(list(ticks), list(ticks.values()))
     title = "its sentences"
     if job.killed_at is not None:
         loss = job.survivors[0].loss
-        title += f"; nats per character of other text: {loss['whole']:.2f},\n"
-        title += f"without rank {job.victim}'s experts {loss['missing']:.2f}, "
-        title += f"if routers avoid them {loss['avoided']:.2f}"
+        title += f"; nats per character of other text: {loss['whole']:.2f}, without\n"
+        title += f"rank {job.victim}'s experts {loss['missing']:.2f}, avoided {loss['avoided']:.2f}"
+        if "again" in loss:
+            title += f", replaced {loss['again']:.2f} again"
+        _mark(axis, job.victim or 0, job.killed_at, job.back_at)
     axis.set_title(title, fontsize="medium")
     axis.plot([place for place, _ in hits], [line for _, line in hits], "k.")
     axis.set_xlabel("character (dot: an expert's answer was missing)")
