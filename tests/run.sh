@@ -109,7 +109,7 @@ part() { # name in tests/turns.py
   case $1 in
     longer) # pytest ends with 5 if none of these files has a longer test
       python_tests $(python tests/turns.py --files longer) -m 'ci and not slow and not perf' --most 500 || [ $? = 5 ] ;;
-    longer-?) python_tests tests -m 'ci and not slow and not perf' --turn "${1#longer-}/4" ;;
+    longer-?) python_tests tests -m 'ci and not slow and not perf' --turn "${1#longer-}/8" ;;
     kernels) kernels plain ;;
     kernels-*) kernels "${1#kernels-}" ;;
     mutants) kernels "mutants-$(python tests/turns.py --mutants)" ;;

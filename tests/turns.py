@@ -20,7 +20,7 @@ from pathlib import Path
 import rooms
 
 RECENT = 10  # commits
-SHARES = 4  # of the longer tests of Python
+SHARES = 8  # of the longer tests of Python
 # Of the defects that suites of kernels must find: about ten each. It has no divisor in common with
 # the number of parts that take turns, so these turns come to each share.
 MUTANT_SHARES = 23
@@ -70,8 +70,8 @@ def parts() -> list[Part]:
     threads = re.compile(THREAD_FILES)
 
     def share(number: int) -> Part:
-        what = "a quarter of all longer tests of Python"
-        return Part(f"longer-{number}", 6, lambda files: False, what)
+        what = "an eighth of all longer tests of Python"
+        return Part(f"longer-{number}", 7, lambda files: False, what)
 
     def half(number: int, files: Sequence[str]) -> bool:
         return bool(rooms.cpp_tests(files) & halves()[number])
