@@ -146,7 +146,7 @@ class Rank:
             layer.keep(slice(first, first + EXPERTS_OF_A_RANK), self.shared[-1])
 
     def avoid_the_lost(self) -> None:
-        """Makes the routers choose only among experts of ranks that live."""
+        """Makes the routers choose only among experts of ranks that live. Notes the first loss."""
         self.avoid(self.active == 0)
         if self.lost_at is None and 0 in self.active:
             self.lost_at = time.monotonic()
