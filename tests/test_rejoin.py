@@ -451,10 +451,8 @@ class DeepEPs:
             topk_weights=weights, active_ranks=active,
         )  # fmt: skip
         given = torch.where(experts >= 0, given, 0.0).sum(1, keepdim=True)
-        self.late = partial(
-            self.buffer.combine, (rows.float() * given).bfloat16(), handle, active_ranks=active
-        )
-        return self.late()[0]
+        combined = self.buffer.combine((rows.float() * given).bfloat16(), handle, active_ranks=active)
+        return combined[0]
 
 
 KINDS = {"mooncake": Mooncakes, "elastic": MooncakesElastic, "deepep": DeepEPs}
