@@ -451,7 +451,9 @@ class DeepEPs:
             topk_weights=weights, active_ranks=active,
         )  # fmt: skip
         given = torch.where(experts >= 0, given, 0.0).sum(1, keepdim=True)
-        combined = self.buffer.combine((rows.float() * given).bfloat16(), handle, active_ranks=active)
+        combined = self.buffer.combine(
+            (rows.float() * given).bfloat16(), handle, active_ranks=active
+        )
         return combined[0]
 
 
