@@ -464,6 +464,8 @@ class Buffer:
         event.
         """
         exchange = self._normal_mode()
+        if handle is not None:
+            normal.refuse_old(exchange, "dispatch", handle)
         steps = 1 if handle is not None else 2
         is_fixed = handle is not None or num_worst_tokens != 0
         is_alone = exchange.is_alone(x, topk_idx, is_token_in_rank) and is_fixed
@@ -517,6 +519,7 @@ class Buffer:
         any number of combines, also after a loss or an error.
         """
         exchange = self._normal_mode()
+        normal.refuse_old(exchange, "combine", handle)
         self._has_combined_normally = True
         with exchange.call("combine", is_alone=exchange.is_alone(x, topk_weights)):
             if previous_event is not None:

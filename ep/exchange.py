@@ -148,7 +148,7 @@ class Exchange:
         """
         participation.check(self.runtime.size)
         with profiled("dispatch"):
-            return Arrived(
+            arrived = Arrived(
                 *self.runtime.native.normal_dispatch(
                     list(sent.fields),
                     sent.is_token_in_rank,
@@ -163,6 +163,8 @@ class Exchange:
                     participation.timeout_us,
                 )
             )
+        self.runtime.note(arrived.route)
+        return arrived
 
     def dispatch_again(
         self, fields: Sequence[Tensor], route: EpRoute, participation: Participation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,13 @@ def dispatch_again(exchange: Exchange, x: Rows, handle: Any, participation: Part
     """Rows in the places of the handle's dispatch; zeros from ranks that have gone since."""
     route = route_of(exchange, handle)
     return _rows_like(x, exchange.dispatch_again(fields_of(x), route, participation))
+
+
+def refuse_old(exchange: Exchange, operation: str, handle: Any) -> None:
+    """Raises for a handle from before the members changed, on this rank alone. What is no handle is
+    an error of the call on all ranks."""
+    with contextlib.suppress(TypeError):
+        exchange.runtime.refuse_old(operation, NormalHandle.way_of(handle))
 
 
 def route_of(exchange: Exchange, handle: Any) -> EpRoute:

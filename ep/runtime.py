@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -137,6 +138,9 @@ class Runtime:
         self._backend = members.backend
         self._is_due = False
         self._masked: set[int] = set()
+        self._rounds = 0  # how often the members have changed
+        # Of each handle, by its way: `_rounds` at its dispatch.
+        self._ways: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._companions: list[Runtime] = []  # made beside this one
         self._beside = beside
         if beside is not None:
@@ -185,6 +189,7 @@ class Runtime:
             return
         first._is_due = False
         runtimes = [first, *first._companions]
+        before = [one.native for one in runtimes]
         made: list[EpBuffer] = []
         try:
             for one in runtimes:
@@ -193,13 +198,28 @@ class Runtime:
             for one, native in zip(runtimes, made, strict=False):
                 native.close(one.timeout)
             raise
-        before = [one.native for one in runtimes]
         for one, native in zip(runtimes, made, strict=True):
             one._native, one._series = native, one._series_now()
+            one._rounds += 1
             for rank in one._masked:
                 native.mask_rank(rank, True)
         for one, native in zip(runtimes, before, strict=True):
             native.close(one.timeout)
+
+    def note(self, way: object) -> None:
+        """The native buffer has made this way of a handle."""
+        self._ways[way] = self._rounds
+
+    def refuse_old(self, operation: str, way: object) -> None:
+        """Raises RuntimeError for a handle from before the members changed. To be called before
+        anything is sent. A dispatch with a handle cannot be the first one with other members."""
+        made = self._ways.get(way)
+        is_boundary = operation == "dispatch" and (self._beside or self)._is_due
+        if made is not None and (made != self._rounds or is_boundary):
+            raise RuntimeError(
+                f"rank {self.rank}, {operation}: the members of this Buffer have changed since the "
+                "handle's dispatch: dispatch again, without it (obsolete generation)"
+            )
 
     def mask_rank(self, rank: int, is_masked: bool) -> None:
         """Masks stay when members change."""
@@ -265,6 +285,7 @@ class Runtime:
         recv_x: Received = rows if scales is None else (rows, scales)
         parts = (sources, ranges, num_max_tokens, x.size(1), num_experts)
         handle = Handle(parts, native)
+        self.note(native)
         operation = Operation("dispatch", work)
         return recv_x, counts, handle, *_waits(operation, async_finish, return_recv_hook)
 
@@ -326,9 +347,11 @@ class Runtime:
 
     def _native_of(self, operation: str, handle: Any) -> EpHandle:
         try:
-            return Handle.way_of(handle)
+            native = Handle.way_of(handle)
         except TypeError as error:
             raise TypeError(f"rank {self.rank}, {operation}: {error}") from None
+        self.refuse_old(operation, native)
+        return native
 
 
 def _check_one_way_to_wait(async_finish: bool, return_recv_hook: bool) -> None:

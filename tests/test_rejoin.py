@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -244,7 +243,7 @@ def begins_and_ends(me: harness.Rank):
     me.init("mooncake-cpu")
     if me.rank == 1:
         me.board.set("ready")
-        time.sleep(1000)
+        me.board.wait("never")
     me.board.wait("killed")
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
@@ -379,9 +378,7 @@ def tokens(rank: int, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Mooncakes:
-    """Calls Mooncake's Buffer. `late` combines with a handle from before."""
-
-    late_error = "ValueError"
+    """Calls Mooncake's Buffer. `late`: combines with the handles of the last turn."""
 
     def __init__(self, me: harness.Rank) -> None:
         size = mooncake_ep_buffer.Buffer.get_ep_buffer_size_hint(TOKENS, HIDDEN, me.size, EXPERTS)
@@ -391,13 +388,11 @@ class Mooncakes:
         rows, _, handle, _, _ = self.buffer.dispatch(
             x, chosen, active, TOKENS, EXPERTS, -1, use_fp8=False
         )
-        self.late = partial(self.buffer.combine, rows, chosen, weights, active, -1, handle)
-        return self.late()[0]
+        self.late = [partial(self.buffer.combine, rows, chosen, weights, active, -1, handle)]
+        return self.late[0]()[0]
 
 
 class MooncakesElastic:
-    late_error = "RuntimeError"
-
     def __init__(self, me: harness.Rank) -> None:
         self.buffer = mooncake_elastic_buffer.ElasticBuffer(
             dist.group.WORLD, 1 << 21, on_failure="continue"
@@ -409,14 +404,12 @@ class MooncakesElastic:
             active_ranks=active,
         )  # fmt: skip
         rows = (rows.float() * given.sum(1, keepdim=True)).bfloat16()
-        self.late = partial(self.buffer.combine, rows, handle, active_ranks=active)
-        return self.late()[0]
+        self.late = [partial(self.buffer.combine, rows, handle, active_ranks=active)]
+        return self.late[0]()[0]
 
 
 class DeepEPs:
     """Both modes in each turn: the first dispatch of either one begins with a newcomer."""
-
-    late_error = "ValueError"
 
     def __init__(self, me: harness.Rank) -> None:
         size = Buffer.get_low_latency_rdma_size_hint(TOKENS, HIDDEN, me.size, EXPERTS)
@@ -427,22 +420,22 @@ class DeepEPs:
     def turn(self, turn: int, x, chosen, weights, active) -> torch.Tensor:
         modes = [self.low_latency, self.normal]
         first, second = modes if turn % 2 else modes[::-1]
+        self.late = []
         results = first(x, chosen, weights, active), second(x, chosen, weights, active)
-        late = self.late
         # A loss between the two is of the second one only; then the next turn compares them.
         if active.all():
             assert torch.equal(*results)
-        self.late = late
         return results[1]
 
     def low_latency(self, x, chosen, weights, active) -> torch.Tensor:
         rows, _, handle, _, _ = self.buffer.low_latency_dispatch(
             x, chosen, TOKENS, EXPERTS, use_fp8=False, active_ranks=active
         )
-        self.late = partial(
+        combine = partial(
             self.buffer.low_latency_combine, rows, chosen, weights, handle, active_ranks=active
         )
-        return self.late()[0]
+        self.late.append(combine)
+        return combine()[0]
 
     def normal(self, x, chosen, weights, active) -> torch.Tensor:
         _, _, counts, in_rank, _ = self.buffer.get_dispatch_layout(chosen, EXPERTS)
@@ -451,10 +444,10 @@ class DeepEPs:
             topk_weights=weights, active_ranks=active,
         )  # fmt: skip
         given = torch.where(experts >= 0, given, 0.0).sum(1, keepdim=True)
-        combined = self.buffer.combine(
-            (rows.float() * given).bfloat16(), handle, active_ranks=active
-        )
-        return combined[0]
+        rows = (rows.float() * given).bfloat16()
+        combine = partial(self.buffer.combine, rows, handle, active_ranks=active)
+        self.late += [combine, partial(self.buffer.dispatch, x, handle)]
+        return combine()[0]
 
 
 KINDS = {"mooncake": Mooncakes, "elastic": MooncakesElastic, "deepep": DeepEPs}
@@ -469,7 +462,7 @@ def infer(me: harness.Rank, kind: str):
         pg.join_group(group)
     calls = None
     weights = torch.full((TOKENS, 2), 0.5)
-    turn, whole, late = 0, 0, None
+    turn, whole, late = 0, 0, []
     while True:
         turn = turn_of_all(turn) + 1
         if calls is None:  # a newcomer's: the others make theirs anew in their next dispatch
@@ -483,11 +476,12 @@ def infer(me: harness.Rank, kind: str):
         whole += bool(there.all())
         if there.all():
             me.board.set(f"whole-{me.rank}-{os.getpid()}")
-        if late is not None:
-            # A handle of a dispatch with the lost rank is of no use any more, and says so.
-            error, text = harness.raised(late)
-            assert error == calls.late_error, (error, text)
-            late = None
+        # Handles of dispatches with the lost rank are of no use any more and say so before anything
+        # is sent: the newcomer does not call this.
+        for call in late:
+            error, text = harness.raised(call)
+            assert (error, "obsolete generation" in text) == ("RuntimeError", True), (error, text)
+        late = []
         ends = torch.tensor(int(me.board.has("end")))
         dist.all_reduce(ends, op=dist.ReduceOp.MAX)
         if ends:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import signal
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from mooncake_backend.options import env_flag
 
 PR_SET_PDEATHSIG = 1
 PATIENCE = 15.0  # most seconds that a job goes on for the replacement of a rank
@@ -89,7 +90,7 @@ def die_with_launcher() -> None:
 
 def is_replacement() -> bool:
     """Whether mooncake-run has started this process in place of a rank that died."""
-    return "MOONCAKE_REJOIN" in os.environ
+    return env_flag("MOONCAKE_REJOIN", "0")
 
 
 def report_of(folder: Path, rank: int, is_replacement: bool) -> Path:
