@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -440,6 +441,90 @@ def others_run(node: Nodes) -> bool:
 
     harness.until(has_answered, "an answer")
     return answers[0]
+
+
+# ---- with the backend
+
+# Each group of VICTIMS dies once the replacements of the group before it have taken part. Every sum
+# is that of the ranks of which the backend says that they have contributed.
+SUMS = """
+import torch
+import torch.distributed as dist
+from mooncake_backend import pg, replacing
+
+dist.init_process_group("mooncake-cpu")
+world, size = dist.group.WORLD, dist.get_world_size()
+if NUMBER:
+    pg.join_group(world)
+
+def part(rank, turn):
+    return torch.arange(3, dtype=torch.float64) * turn + 2.0 ** rank
+
+def most(value):
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return int(tensor)
+
+def have_come_back(ranks):
+    return all(os.path.exists(f"{FOLDER}/whole-1-{rank}") for rank in ranks)
+
+turn, seen = 0, []
+while True:
+    turn = most(turn) + 1
+    tensor = part(RANK, turn)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    ranks = list(work.contributors)
+    assert torch.equal(tensor, sum(part(rank, turn) for rank in ranks)), (turn, ranks, tensor)
+    if ranks not in seen[-1:]:
+        seen.append(ranks)
+    if len(ranks) == size:
+        say(f"whole-{NUMBER}", turn)
+        due = [group for group in VICTIMS if not have_come_back(group)]
+        if due and RANK in due[0] and not NUMBER:
+            die()
+    if most(int(all(map(have_come_back, VICTIMS)))):
+        break
+    replacing.admit(world)
+say(f"seen-{NUMBER}", seen)
+dist.destroy_process_group()
+"""
+IN_TURN = [[0], [1], [2], [3]]
+AT_ONCE = [[0, 2], [1]]
+
+
+def check_sums(site: Site, victims: Sequence[Sequence[int]], output: str) -> None:
+    came = sorted(itertools.chain(*victims))
+    assert f"4 of 4 ranks finished, {len(came)} replacements were started" in output
+    everybody = list(range(4))
+    for rank in everybody:
+        assert row(output, f"{rank}.1" if rank in came else str(rank)).endswith("finished")
+        seen = site.heard(f"seen-{int(rank in came)}", rank)
+        assert seen[-1] == everybody
+    for rank in came:
+        died = r"killed by SIGKILL +replaced after [\d.]+ m?s, went on"
+        assert re.search(died, row(output, str(rank)))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("victims", [IN_TURN, AT_ONCE], ids=["in-turn", "at-once"])
+def test_killed_ranks_come_back(site: Site, victims):
+    code, output = start(site, f"VICTIMS = {victims}\n{SUMS}", ranks=4).wait()
+    assert code == 0, output
+    check_sums(site, victims, output)
+
+
+@needs_hosts
+@pytest.mark.netns
+@pytest.mark.ci
+@pytest.mark.parametrize("victims", [IN_TURN, AT_ONCE], ids=["in-turn", "at-once"])
+def test_killed_ranks_of_two_hosts_come_back(site: Site, two_hosts, victims):
+    two = two_hosts()
+    script = f"{AGAIN}VICTIMS = {victims}\n{SUMS}"
+    started = [start_on(site, two, node, script, 2, more=REPLACE) for node in range(2)]
+    ended = [launcher.wait() for launcher in started]
+    assert [code for code, _ in ended] == [0, 0], ended
+    check_sums(site, victims, ended[0][1])
 
 
 # ---- parts
