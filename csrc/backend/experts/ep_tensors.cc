@@ -37,7 +37,7 @@ Result<std::vector<int32_t>> narrow(const at::Tensor& topk, int numExperts) {
 
 }  // namespace
 
-std::string nameOf(at::ScalarType type) { return c10::getDtypeNames(type).first; }
+std::string nameOf(at::ScalarType type) { return std::string(c10::getDtypeNames(type).first); }
 
 void requireDevice(const at::Tensor& tensor, const char* what) {
   TORCH_CHECK_VALUE(tensor.is_cpu() || isStaged(tensor.device()), what, " is on ", tensor.device(),
