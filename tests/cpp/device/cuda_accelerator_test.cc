@@ -374,7 +374,7 @@ TEST_F(CudaAcceleratorTest, OnlyErrorsThatLoseAContextStay) {
   for (const int error :
        {700, 719, 214, 220, 226, 702, 709, 710, 714, 715, 716, 717, 718, 721, 810, 911}) {
     open();
-    driver.results["cuStreamSynchronize"] = static_cast<CUresult>(error);
+    driver.results["cuStreamSynchronize"] = error;
     EXPECT_EQ(cuda->synchronize(streamOf(0)).code(), ErrorCode::kSystem) << error;
     driver.results.clear();
     EXPECT_EQ(cuda->synchronize(streamOf(0)).code(), ErrorCode::kSystem) << error;
@@ -386,7 +386,7 @@ TEST_F(CudaAcceleratorTest, OnlyErrorsThatLoseAContextStay) {
                                                             {999, ErrorCode::kSystem},
                                                             {4711, ErrorCode::kSystem}}) {
     open();
-    driver.results["cuStreamSynchronize"] = static_cast<CUresult>(error);
+    driver.results["cuStreamSynchronize"] = error;
     EXPECT_EQ(cuda->synchronize(streamOf(0)).code(), code) << error;
     driver.results.clear();
     EXPECT_OK(cuda->synchronize(streamOf(0)));
@@ -394,7 +394,7 @@ TEST_F(CudaAcceleratorTest, OnlyErrorsThatLoseAContextStay) {
 }
 
 TEST_F(CudaAcceleratorTest, AnErrorThatTheDriverDoesNotKnowHasItsNumber) {
-  driver.results["cuStreamSynchronize"] = static_cast<CUresult>(4711);
+  driver.results["cuStreamSynchronize"] = 4711;
   EXPECT_EQ(cuda->synchronize(streamOf(0)).error().message,
             "cuda: cuStreamSynchronize on device 0: error 4711");
 }

@@ -19,6 +19,7 @@ class GraphWordsTest : public ::testing::Test {
  protected:
   GraphWordsTest() {
     words = valueOf(GraphWords::make(*devices));
+    kept.push_back(words);
     stream = valueOf(devices->createStream(0));
     EXPECT_OK(devices->beginCapture(stream));
     for (uint32_t place = GraphWords::kBeginning; place <= 2; ++place) {
@@ -48,6 +49,8 @@ class GraphWordsTest : public ::testing::Test {
 
   const std::unique_ptr<FakeDevices> devices = makeFakeDevices();
   GraphWords* words = nullptr;
+  // They are never freed. For the leak sanitizer something has to point to them.
+  static inline std::vector<GraphWords*> kept;
   DeviceStream stream;
   uint64_t graph = 0;
   std::atomic<int> reached = -1;

@@ -75,11 +75,12 @@ class ScriptedDriver {
   std::set<int> active;          // devices with a primary context
   std::vector<CUcontext> stack;  // the thread's contexts, the current one last
   CUstreamCaptureMode captureMode = CU_STREAM_CAPTURE_MODE_GLOBAL;
-  std::map<std::string, CUresult> results;  // of functions that fail
-  int version = 13000;                      // of CUDA, 1000 * major + 10 * minor
-  std::set<std::string> missing;            // functions that symbol() does not find
-  std::set<std::string> needsContext;       // functions that fail if no context is current
-  std::set<int> unnamed = {4711};           // errors that the driver does not know
+  // Of functions that fail. A driver may be newer than CUresult.
+  std::map<std::string, int> results;
+  int version = 13000;                 // of CUDA, 1000 * major + 10 * minor
+  std::set<std::string> missing;       // functions that symbol() does not find
+  std::set<std::string> needsContext;  // functions that fail if no context is current
+  std::set<int> unnamed = {4711};      // errors that the driver does not know
   std::map<CUdeviceptr, Memory> memory;
   int greatestPriority = -5;  // of streams
   int streamPriority = 0;     // of the last stream
@@ -137,7 +138,7 @@ class ScriptedDriver {
     const uintptr_t current = stack.empty() ? 0 : reinterpret_cast<uintptr_t>(stack.back());
     calls.push_back(function + " in " + (current == 0 ? "-" : std::to_string(current - 1)));
     const auto found = results.find(function);
-    if (found != results.end()) return found->second;
+    if (found != results.end()) return static_cast<CUresult>(found->second);
     return stack.empty() && needsContext.contains(function) ? CUDA_ERROR_INVALID_CONTEXT
                                                             : CUDA_SUCCESS;
   }
