@@ -57,7 +57,15 @@ def scaled(seconds: float) -> float:
 # Seconds that one function may take on all ranks.
 DEADLINE = float(os.environ.get("RANKS_DEADLINE", scaled(120)))
 GRACE = scaled(10)  # seconds that the others get once one rank has failed
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "hypothesis"]
+PRELOAD = [
+    "forget_cwd",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "numpy",
+    "pytest",
+    "hypothesis",
+]
 
 _processes = multiprocessing.get_context("forkserver")
 _libc = ctypes.CDLL(None, use_errno=True)
