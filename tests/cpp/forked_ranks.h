@@ -127,33 +127,39 @@ class ForkedChild {
     ::_exit(0);
   }
   ForkedChild(ForkedChild&& other) noexcept
-      : pid_(std::exchange(other.pid_, -1)), status_(other.status_) {}
+      : pid_(std::exchange(other.pid_, -1)), hasEnded_(other.hasEnded_), status_(other.status_) {}
   ~ForkedChild() {
     if (pid_ <= 0) return;
-    ::kill(pid_, SIGKILL);
-    while (::waitpid(pid_, &status_, 0) < 0 && errno == EINTR) {
+    if (!hasEnded_) ::kill(pid_, SIGKILL);
+    while (::waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
     }
   }
 
   enum class Event { kNone, kStopped, kEnded };
+  // The destructor takes the ended process away: while others look at it in /proc, that may take
+  // seconds.
   Event look() {
-    if (pid_ <= 0) return Event::kNone;
-    int status = 0;
-    if (::waitpid(pid_, &status, WNOHANG | WUNTRACED) != pid_) return Event::kNone;
-    if (WIFSTOPPED(status)) return Event::kStopped;
-    status_ = status;
-    pid_ = -1;
+    if (pid_ <= 0 || hasEnded_) return Event::kNone;
+    siginfo_t info{};
+    if (::waitid(P_PID, id_t(pid_), &info, WSTOPPED | WNOHANG) == 0 && info.si_pid == pid_)
+      return Event::kStopped;
+    info = {};
+    if (::waitid(P_PID, id_t(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid != pid_)
+      return Event::kNone;
+    status_ = info.si_code == CLD_EXITED ? W_EXITCODE(info.si_status, 0) : info.si_status;
+    hasEnded_ = true;
     return Event::kEnded;
   }
-  bool hasEnded() const { return pid_ <= 0; }
+  bool hasEnded() const { return hasEnded_; }
   pid_t pid() const { return pid_; }
   int status() const { return status_; }  // once it has ended
   void resume() const {
-    if (pid_ > 0) ::kill(pid_, SIGCONT);
+    if (!hasEnded_) ::kill(pid_, SIGCONT);
   }
 
  private:
   pid_t pid_;
+  bool hasEnded_ = false;
   int status_ = 0;
 };
 
