@@ -50,7 +50,7 @@ class GraphWordsTest : public ::testing::Test {
   const std::unique_ptr<FakeDevices> devices = makeFakeDevices();
   GraphWords* words = nullptr;
   // They are never freed. For the leak sanitizer something has to point to them.
-  static inline std::vector<GraphWords*> kept;
+  static inline auto& kept = *new std::vector<GraphWords*>;
   DeviceStream stream;
   uint64_t graph = 0;
   std::atomic<int> reached = -1;
