@@ -6,6 +6,7 @@
 #include "backend/arguments.h"
 #include "backend/c10d_store.h"
 #include "backend/errors.h"
+#include "base/failpoint.h"
 #include "base/hash.h"
 #include "base/log.h"
 #include "engine/rendezvous/address_book.h"
@@ -128,6 +129,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
     if (!mayPass || lent_ || isOver || deadline.passed()) throwError(joined.error());
     log(LogLevel::kInfo, engine_->logName(), joined.error().message, "; it asks again");
   }
+  failpoint("joined");
   // Later processes may find no founding member. Without the store, they find none of us either.
   (void)publishLater(**generation, Group::kPublished, Group::publishedBy(*engine_));
   EngineOptions own{.env = env_, .logName = engine_->logName()};

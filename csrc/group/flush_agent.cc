@@ -137,7 +137,10 @@ void FlushAgent::take(FlushAction::GoOn& goOn) {
       GroupView{.epoch = goOn.viewEpoch, .active = std::move(goOn.members)});
   if (goOn.first.number != 0) view_ = viewOf(goOn.first);
   attempt_ = goOn.attempt;
-  if (const auto& close = machine_.close()) renewal_.closes(*close);
+  if (const auto& close = machine_.close()) {
+    failpoint("close");
+    renewal_.closes(*close);
+  }
   const bool isLeftOut = machine_.leftOutOf().number != 0;
   frozen_.store(isLeftOut, std::memory_order_seq_cst);
   isLeftOut_.store(isLeftOut, std::memory_order_seq_cst);

@@ -114,7 +114,7 @@ Result<std::unique_ptr<Group>> Group::createWithin(std::shared_ptr<Membership> j
   // Every member counts the group, also if it cannot make it.
   const auto topics = job->newTopics(options.name, jobRanksOf(options));
   if (!topics.ok()) return topics.error();
-  return createOn(std::move(job), std::move(options), *topics, deadline);
+  return createOn(std::move(job), std::move(options), *topics, nullptr, deadline);
 }
 
 std::vector<int> Group::jobRanksOf(const GroupOptions& options) {
@@ -125,19 +125,22 @@ std::vector<int> Group::jobRanksOf(const GroupOptions& options) {
 
 Result<std::unique_ptr<Group>> Group::createOn(std::shared_ptr<Membership> job,
                                                GroupOptions options, Topics topics,
-                                               Deadline deadline) {
+                                               std::shared_ptr<const Roster> roster,
+                                               Deadline deadline, const StopSignal* stop) {
   MemberExchange::Options place{.group = options.name,
                                 .topic = topics.first,
                                 .jobRanks = jobRanksOf(options),
                                 .rank = options.rank,
-                                .roster = job->roster()};
+                                .roster = roster ? std::move(roster) : job->roster()};
   auto group = prepare(job->sharedEngine(), std::move(options));
   if (!group.ok()) return MemberExchange::refuse(job, place, group.error());
   (*group)->membership_ = std::move(job);
-  auto meeting = (*group)->meetInJob(std::move(place), topics.second, deadline);
+  auto meeting = (*group)->meetInJob(std::move(place), topics.second, deadline, stop);
   const Status made = meeting.ok() ? (*group)->start(std::move(*meeting)) : meeting.status();
   if (made.ok()) return group;
-  if (auto& exchange = (*group)->exchange_) exchange->giveUp(made.error());
+  // A member that does not want it any more tells the others why, if they need to know.
+  auto& exchange = (*group)->exchange_;
+  if (exchange && made.code() != ErrorCode::kInterrupted) exchange->giveUp(made.error());
   return made.error();
 }
 
@@ -280,10 +283,10 @@ Bytes Group::publishedBy(const Engine& engine) {
 }
 
 Result<Group::Meeting> Group::meetInJob(MemberExchange::Options place, uint64_t topic,
-                                        Deadline deadline) {
+                                        Deadline deadline, const StopSignal* stop) {
   Meeting meeting{.roster = place.roster, .jobRanks = place.jobRanks, .topic = topic};
   exchange_ = std::make_unique<MemberExchange>(membership_, std::move(place), describePart());
-  auto all = exchange_->collect(deadline);
+  auto all = exchange_->collect(deadline, stop);
   if (!all.ok()) return all.error();
   for (int r = 0; r < size(); ++r) {
     meeting.peers.push_back(meeting.roster->peer(meeting.jobRanks[size_t(r)]));

@@ -71,11 +71,15 @@ class Group final : public FlushOwner {
   // number in the group and takes no part.
   static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
                                                      GroupOptions options, Deadline deadline);
-  // The same over two topics that no other group has: see topicsOf().
+  // The same over two topics that no other group has: see topicsOf(). Its members are those of
+  // `roster`; null: of the present one.
   using Topics = std::pair<uint64_t, uint64_t>;
+  // kInterrupted: `stop` was set while the members met.
   static Result<std::unique_ptr<Group>> createOn(std::shared_ptr<Membership> job,
                                                  GroupOptions options, Topics topics,
-                                                 Deadline deadline);
+                                                 std::shared_ptr<const Roster> roster,
+                                                 Deadline deadline,
+                                                 const StopSignal* stop = nullptr);
   ~Group() override;
 
   int rank() const { return options_.rank; }
@@ -188,7 +192,8 @@ class Group final : public FlushOwner {
   static Result<std::unique_ptr<Group>> prepare(std::shared_ptr<Engine> engine,
                                                 GroupOptions options);
   Result<Meeting> meet(const Exchange& exchange, Deadline deadline);
-  Result<Meeting> meetInJob(MemberExchange::Options place, uint64_t topic, Deadline deadline);
+  Result<Meeting> meetInJob(MemberExchange::Options place, uint64_t topic, Deadline deadline,
+                            const StopSignal* stop);
   Bytes describePart() const;
   // A member's parts of our windows.
   struct Parts {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/thread.h"
 #include "membership/topics.h"
@@ -16,8 +17,12 @@ constexpr Repetition::Limits kTellAgain{.first = std::chrono::milliseconds(50),
                                         .most = std::chrono::seconds(1)};
 // Members that live come to make a successor in milliseconds.
 constexpr auto kPrepares = std::chrono::seconds(20);
-// One wait for the end of an old series, between two looks at stop().
+// One wait for the end of an old series or of a flush, between two looks at stop().
 constexpr auto kEnds = std::chrono::milliseconds(200);
+// Successors that a newcomer makes at most: it cannot know which of them is given up.
+constexpr size_t kMostOfNewcomers = 8;
+// Digests of given up successors that are kept.
+constexpr size_t kMostGivenUp = 64;
 
 }  // namespace
 
@@ -25,6 +30,7 @@ GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents>
                      Options options)
     : options_(std::move(options)),
       events_(std::move(events)),
+      members_(options_.job, options_.identity, options_.group.rank, options_.group.jobRanks),
       current_(std::move(first)),
       series_(options_.isNewcomer ? 0 : 1),
       isIn_(!options_.isNewcomer) {}
@@ -32,13 +38,14 @@ GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents>
 Status GroupLine::start() {
   const auto topics = topicsOf(options_.identity);
   if (!topics.ok()) return topics.error();
-  topic_ = topics->first;
+  members_.useTopic(topics->first);
   events_->watchEnd([this] {
     Lock lock(mutex_);
     post([this] { options_.onDue(); });
   });
   options_.job->engine().openTopic(
-      topic_, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
+      members_.topic(),
+      [this](const EngineId& from, ByteView message) { onMessage(from, message); });
   return {};
 }
 
@@ -50,8 +57,14 @@ void GroupLine::stop() {
     if (std::exchange(isStopped_, true)) return;
     changed_.notify_all();
   }
+  Preparations left;
+  {
+    Lock lock(mutex_);
+    left.swap(preparations_);
+  }
+  left.clear();
   events_->watchEnd(nullptr);
-  if (topic_ != 0) options_.job->engine().closeTopic(topic_);
+  if (members_.topic() != 0) options_.job->engine().closeTopic(members_.topic());
   if (thread_.joinable()) thread_.join();
 }
 
@@ -73,50 +86,12 @@ bool GroupLine::isNewcomer() const {
 bool GroupLine::isReady(int rank) const {
   Lock lock(mutex_);
   const auto newcomer = ready_.find(rank);
-  return newcomer != ready_.end() && isLiving({rank, newcomer->second});
-}
-
-std::optional<int> GroupLine::rankOf(const EngineId& id) const {
-  const std::vector<int>& jobRanks = options_.group.jobRanks;
-  for (size_t r = 0; r < jobRanks.size(); ++r) {
-    const auto peer = options_.job->peer(jobRanks[r]);
-    if (peer && peer->id == id) return int(r);
-  }
-  return std::nullopt;
-}
-
-// Whether the newcomer is the one that holds its rank of the job.
-bool GroupLine::isLiving(const Newcomer& newcomer) const {
-  const int jobRank = options_.group.jobRanks[size_t(newcomer.rank)];
-  if (!options_.job->view().active.contains(jobRank)) return false;
-  if (newcomer.rank == options_.group.rank) return options_.job->engine().id() == newcomer.id;
-  const auto peer = options_.job->peer(jobRank);
-  return peer && peer->id == newcomer.id;
-}
-
-void GroupLine::tell(int rank, const LineMessage& message) const {
-  const int jobRank = options_.group.jobRanks[size_t(rank)];
-  const auto peer = options_.job->peer(jobRank);
-  // A lost message is told again, or asked for.
-  if (peer && options_.job->view().active.contains(jobRank))
-    (void)options_.job->engine().send(*peer, topic_, encodeLineMessage(message));
-}
-
-void GroupLine::tellAll(const LineMessage& message) const {
-  for (int r = 0; r < options_.group.size; ++r) {
-    if (r != options_.group.rank) tell(r, message);
-  }
-}
-
-Result<uint64_t> GroupLine::digestOf(const Successor& successor) const {
-  const auto topics = topicsOf(successor.identity(options_.identity));
-  if (!topics.ok()) return topics.error();
-  return std::max<uint64_t>(topics->first, 1);
+  return newcomer != ready_.end() && members_.isLiving({rank, newcomer->second});
 }
 
 // On the loop's thread.
 void GroupLine::onMessage(const EngineId& from, ByteView bytes) {
-  const auto rank = rankOf(from);
+  const auto rank = members_.rankOf(from);
   auto message = decodeLineMessage(bytes, options_.group.size);
   if (!rank || !message.ok()) return;
   const Successor& successor = message->successor;
@@ -130,14 +105,23 @@ void GroupLine::onMessage(const EngineId& from, ByteView bytes) {
       changed_.notify_all();
       return;
     }
+    case LineMessage::Kind::kAsk:
+      return propose(successor.newcomers);
     case LineMessage::Kind::kPrepare: {
       if (isLast && isBehind(successor)) return tellLastMove(*rank);
-      const auto digest = digestOf(successor);
-      if (digest.ok()) prepare(successor, *digest, message->wishes);
+      const auto digest = members_.digestOf(successor);
+      if (!digest.ok()) return;
+      prepare(successor, *digest);
+      if (message->wishes) wishFor(*digest);
+      return;
+    }
+    case LineMessage::Kind::kGaveUp: {
+      const auto digest = members_.digestOf(successor);
+      if (digest.ok()) noteGivenUp(*digest);
       return;
     }
     case LineMessage::Kind::kMoved: {
-      const auto digest = digestOf(successor);
+      const auto digest = members_.digestOf(successor);
       if (digest.ok()) noteMoved(*digest, *rank);
       return;
     }
@@ -162,36 +146,119 @@ bool GroupLine::isBehind(const Successor& successor) const {
 
 void GroupLine::tellLastMove(int rank) const {
   Lock lock(mutex_);
-  tell(rank, {.kind = LineMessage::Kind::kMoved, .successor = *lastMove_});
+  members_.tell(rank, {.kind = LineMessage::Kind::kMoved, .successor = *lastMove_});
+}
+
+// The lowest member. Of two that think so, because one does not know of a loss yet, both propose.
+int GroupLine::proposerOf(const Group& group) const {
+  for (int r = 0; r < options_.group.rank; ++r) {
+    if (group.agent().isActive(r)) return r;
+  }
+  return options_.group.rank;
+}
+
+std::vector<bool> GroupLine::activeOf(const Group& group) const {
+  std::vector<bool> active;
+  for (int r = 0; r < options_.group.size; ++r) active.push_back(group.agent().isActive(r));
+  return active;
+}
+
+// A newcomer cannot know: members may move to it without the rank that has given it up or proposed
+// it, once that one is lost.
+bool GroupLine::isVoid(const Preparation& one, const std::vector<bool>& active) const {
+  if (!isIn_) return false;
+  if (one.isGivenUp || !one.failure.ok()) return true;
+  const int proposer = one.successor.proposer;
+  return (proposer != options_.group.rank && !active[size_t(proposer)]) ||
+         !std::ranges::all_of(one.successor.newcomers, [&](const Newcomer& newcomer) {
+           return members_.isLiving(newcomer);
+         });
+}
+
+// The successor that this rank wishes for if it wishes for one: that of the lowest proposer.
+GroupLine::Preparations::iterator GroupLine::living(const std::vector<bool>& active) {
+  auto best = preparations_.end();
+  for (auto one = preparations_.begin(); one != preparations_.end(); ++one) {
+    if (isVoid(one->second, active)) continue;
+    if (best == preparations_.end() ||
+        one->second.successor.proposer < best->second.successor.proposer)
+      best = one;
+  }
+  return best;
+}
+
+// One member proposes, one successor at a time: so there are no two that keep each other from being
+// made.
+void GroupLine::propose(const std::vector<Newcomer>& newcomers) {
+  const auto group = current();
+  if (isNewcomer() || proposerOf(*group) != options_.group.rank) return;
+  for (const Newcomer& newcomer : newcomers) {
+    if (!members_.isLiving(newcomer)) return;
+  }
+  const std::vector<bool> active = activeOf(*group);
+  LineMessage word{.kind = LineMessage::Kind::kPrepare};
+  {
+    Lock lock(mutex_);
+    if (isMoving_ || current_ != group || newcomers.empty()) return;
+    const auto one = living(active);
+    if (one != preparations_.end()) {
+      auto& telling = one->second.telling;
+      if (telling && !telling->takeDue(Clock::now())) return;
+      word.successor = one->second.successor;
+    } else {
+      word.successor = {.series = series_ + 1,
+                        .proposer = options_.group.rank,
+                        .number = ++proposals_,
+                        .term = options_.job->roster()->term.number,
+                        .newcomers = newcomers};
+      for (int r = 0; r < options_.group.size; ++r) {
+        if (!active[size_t(r)] &&
+            std::ranges::find(newcomers, r, &Newcomer::rank) == newcomers.end())
+          word.successor.absent.push_back(r);
+      }
+    }
+  }
+  const auto digest = members_.digestOf(word.successor);
+  if (!digest.ok()) return;
+  prepare(word.successor, *digest);
+  {
+    Lock lock(mutex_);
+    const auto one = preparations_.find(*digest);
+    if (one == preparations_.end()) return;  // there is no room for it yet
+    if (!one->second.telling) one->second.telling.emplace(kTellAgain, Clock::now());
+  }
+  members_.tellAll(word);
+  failpoint("prepare");
 }
 
 // Begins to make a successor, unless that is under way.
-void GroupLine::prepare(const Successor& successor, uint64_t digest, bool isWished) {
+void GroupLine::prepare(const Successor& successor, uint64_t digest) {
   for (const Newcomer& newcomer : successor.newcomers) {
-    if (!isLiving(newcomer)) return;  // the word comes again, if it is about to be
+    if (!members_.isLiving(newcomer)) return;  // the word comes again, if it is about to be
   }
-  std::shared_ptr<Group> wished;
-  {
-    Lock lock(mutex_);
-    // Made twice, the second one would take the messages of the first.
-    if (isMoving_ || !isNext(successor)) return;
-    auto known = preparations_.find(digest);
-    if (known == preparations_.end()) {
-      // A failure is for the caller that waits for it; here it must not take a place for ever.
-      std::erase_if(preparations_, [](const auto& one) { return !one.second.failure.ok(); });
-      if (preparations_.size() >= kMostSuccessors) return;
-      known = preparations_.emplace(digest, Preparation{.successor = successor}).first;
-      post([this, digest] { make(digest); });
-    }
-    Preparation& one = known->second;
-    one.isWished = one.isWished || isWished;
-    if (one.isWished && one.group && isIn_) wished = current_;
+  const std::vector<bool> active = activeOf(*current());
+  Lock lock(mutex_);
+  if (isStopped_ || isMoving_ || !isNext(successor) || givenUp_.contains(digest) ||
+      preparations_.contains(digest))
+    return;
+  const bool hasVoid = std::ranges::any_of(preparations_, [&](const auto& one) {
+    mutex_.assertHeld();
+    return isVoid(one.second, active);
+  });
+  if (hasVoid) post([this] { dropVoid(); });
+  if (preparations_.size() >= (isIn_ ? kMostSuccessors : kMostOfNewcomers)) return;
+  auto maker =
+      SuccessorMaker::start([this, digest](const StopSignal& stop) { make(digest, stop); });
+  if (!maker.ok()) {
+    log(LogLevel::kWarning, options_.job->engine().logName(), "group '", options_.group.name,
+        "' cannot take newcomers in: ", maker.error().message);
+    return;
   }
-  if (wished) wished->renewal().wishFor(digest);
+  preparations_.emplace(digest, Preparation{.successor = successor, .maker = std::move(*maker)});
 }
 
-// On the line's thread.
-void GroupLine::make(uint64_t digest) {
+// On a thread of its own.
+void GroupLine::make(uint64_t digest, const StopSignal& stop) {
   Successor successor;
   std::shared_ptr<Group> before;
   {
@@ -205,9 +272,10 @@ void GroupLine::make(uint64_t digest) {
   if (!topics.ok()) return;  // the digest came from there
   GroupOptions options = events_->with(options_.group, successor.series);
   if (!isNewcomer()) options.bell = before->bell();  // a newcomer's is of another engine
-  auto made =
-      Group::createOn(options_.job, std::move(options), *topics, Deadline::after(kPrepares));
-  bool isIn, isWished;
+  auto made = Group::createOn(options_.job, std::move(options), *topics,
+                              members_.rosterOf(successor), Deadline::after(kPrepares), &stop);
+  failpoint("successor-made");
+  bool isIn;
   {
     Lock lock(mutex_);
     const auto one = preparations_.find(digest);
@@ -218,18 +286,121 @@ void GroupLine::make(uint64_t digest) {
       one->second.failure = made.error();
     }
     isIn = isIn_;
-    isWished = one->second.isWished;
     changed_.notify_all();
   }
+  if (made.status().code() == ErrorCode::kInterrupted) return;  // given up
   if (!made.ok()) {
     log(LogLevel::kWarning, options_.job->engine().logName(), "group '", options_.group.name,
         "' goes on without newcomers: ", made.error().message);
-    return;
+    return members_.tellAll({.kind = LineMessage::Kind::kGaveUp, .successor = successor});
   }
   if (!isIn) return checkTold(digest);
-  // kExhausted cannot be: we make no more than it takes. kMoved: the move makes it void.
-  (void)before->renewal().readyFor(digest);
-  if (isWished) before->renewal().wishFor(digest);
+  readyFor(*before, digest);
+}
+
+void GroupLine::readyFor(Group& before, uint64_t digest) {
+  {
+    Lock ordered(readiness_);
+    {
+      Lock lock(mutex_);
+      const auto one = preparations_.find(digest);
+      if (one == preparations_.end() || one->second.isGivenUp) return;
+    }
+    // kExhausted cannot be: we make no more than it takes. kMoved: the move makes it void.
+    (void)before.renewal().readyFor(digest);
+  }
+  failpoint("successor-ready");
+  bool isWished;
+  {
+    Lock lock(mutex_);
+    const auto one = preparations_.find(digest);
+    isWished = one != preparations_.end() && one->second.isWished;
+  }
+  if (!isWished) return;
+  before.renewal().wishFor(digest);
+  failpoint("wished");
+}
+
+// Members: this rank moves to it once it is made.
+void GroupLine::wishFor(uint64_t digest) {
+  std::shared_ptr<Group> wished;
+  {
+    Lock lock(mutex_);
+    const auto one = preparations_.find(digest);
+    if (!isIn_ || one == preparations_.end()) return;
+    one->second.isWished = true;
+    if (one->second.group) wished = current_;
+  }
+  if (wished) wished->renewal().wishFor(digest);
+}
+
+// Returns its digest; 0: there is none yet. `before`: what was wished for last.
+uint64_t GroupLine::wishForLiving(const Group& group, uint64_t before) {
+  const std::vector<bool> active = activeOf(group);
+  uint64_t digest;
+  {
+    Lock lock(mutex_);
+    if (current_.get() != &group) return before;
+    const auto one = living(active);
+    if (one == preparations_.end()) return 0;
+    digest = one->first;
+    if (digest == before && one->second.isWished) return digest;
+  }
+  wishFor(digest);
+  return digest;
+}
+
+// Ok: the line does not move to that successor, and it is not made any more. kMoved: it has moved.
+// kTimeout: a flush may still decide it.
+Status GroupLine::giveUp(Group& group, uint64_t digest) {
+  LineMessage word{.kind = LineMessage::Kind::kGaveUp};
+  {
+    Lock ordered(readiness_);
+    Lock lock(mutex_);
+    const auto one = preparations_.find(digest);
+    if (one == preparations_.end()) return {};
+    one->second.isGivenUp = true;
+    word.successor = one->second.successor;
+  }
+  MOONCAKE_TRY(group.renewal().notReadyFor(digest, Deadline::after(kEnds)));
+  {
+    Lock lock(mutex_);
+    const auto one = preparations_.find(digest);
+    if (one == preparations_.end()) return {};
+    if (!one->second.failure.ok()) lastFailure_ = {digest, one->second.failure};
+    post([gone = one->second] {});  // its memory, and its thread, end there
+    preparations_.erase(one);
+    givenUp_.insert(digest);
+  }
+  members_.tellAll(word);
+  return {};
+}
+
+void GroupLine::noteGivenUp(uint64_t digest) {
+  Lock lock(mutex_);
+  if (!isIn_) return;
+  const auto one = preparations_.find(digest);
+  if (one == preparations_.end()) {
+    if (givenUp_.size() < kMostGivenUp) givenUp_.insert(digest);
+    return;
+  }
+  one->second.isGivenUp = true;
+  post([this] { dropVoid(); });
+}
+
+// On the line's thread. While a flush is under way, it is tried again with the next proposal.
+void GroupLine::dropVoid() {
+  const auto group = current();
+  const std::vector<bool> active = activeOf(*group);
+  std::vector<uint64_t> digests;
+  {
+    Lock lock(mutex_);
+    if (current_ != group || isMoving_) return;
+    for (const auto& [digest, one] : preparations_) {
+      if (isVoid(one, active)) digests.push_back(digest);
+    }
+  }
+  for (const uint64_t digest : digests) (void)giveUp(*group, digest);
 }
 
 void GroupLine::noteMoved(uint64_t digest, int rank) {
@@ -250,7 +421,7 @@ void GroupLine::checkTold(uint64_t digest) {
   if (isIn_ || due_ || found == preparations_.end() || !found->second.group) return;
   const Preparation& one = found->second;
   if (one.movedTo.empty()) return;
-  const View view = options_.job->view();
+  const View view = options_.job->viewOf(*members_.rosterOf(one.successor));
   for (int r = 0; r < options_.group.size; ++r) {
     const bool isNewcomer = std::ranges::any_of(one.successor.newcomers,
                                                 [&](const Newcomer& n) { return n.rank == r; });
@@ -267,7 +438,7 @@ std::vector<Newcomer> GroupLine::newcomersFor(const std::vector<int>& ranks,
   std::vector<Newcomer> newcomers;
   for (const int r : ranks) {
     const auto ready = ready_.find(r);
-    if (ready != ready_.end() && isLiving({r, ready->second})) {
+    if (ready != ready_.end() && members_.isLiving({r, ready->second})) {
       newcomers.push_back({r, ready->second});
     } else {
       missing.push_back(r);
@@ -280,49 +451,48 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
                                             Deadline deadline) {
   std::ranges::sort(ranks);
   std::vector<int> dropped;
-  Successor asked;
-  uint64_t digest = 0;
+  std::vector<Newcomer> wanted;
+  uint64_t wished = 0;
+  int proposer = -1;
   std::optional<Repetition> asking;
   for (;;) {
     const auto group = current();
     MOONCAKE_TRY(group->usable());
     std::erase_if(ranks, [&](int r) { return group->agent().isActive(r); });
     // A newcomer that was asked for and is lost again.
-    for (const Newcomer& newcomer : asked.newcomers) {
-      if (isLiving(newcomer) || std::erase(ranks, newcomer.rank) == 0) continue;
+    for (const Newcomer& newcomer : wanted) {
+      if (members_.isLiving(newcomer) || std::erase(ranks, newcomer.rank) == 0) continue;
       dropped.push_back(newcomer.rank);
     }
     if (ranks.empty()) return dropped;
     std::vector<int> missing;
-    Successor next;
     {
       Lock lock(mutex_);
       if (isStopped_) return Error{ErrorCode::kAborted, "the process group was destroyed"};
       if (isMoving_ || current_ != group) continue;
-      next = {.series = series_ + 1, .newcomers = newcomersFor(ranks, missing)};
+      wanted = newcomersFor(ranks, missing);
     }
     if (!missing.empty()) {
       if (ready.passed()) return notReady(*group, missing);
     } else {
-      if (next != asked) {
-        const auto named = digestOf(next);
-        if (!named.ok()) return named.error();
-        asked = next;
-        digest = *named;
-        asking.emplace(kTellAgain, Clock::now());
-        tellAll({.kind = LineMessage::Kind::kPrepare, .successor = asked});
-      } else if (asking->takeDue(Clock::now())) {
-        tellAll({.kind = LineMessage::Kind::kPrepare, .successor = asked});
+      if (const int now = proposerOf(*group); now != proposer) {
+        proposer = now;
+        asking.reset();
       }
-      prepare(asked, digest, /*isWished=*/true);
-      if (const Status failed = failureOf(digest); !failed.ok()) {
-        (void)withdraw(*group, digest);
-        return failed.error();
+      if (!asking || asking->takeDue(Clock::now())) {
+        if (!asking) asking.emplace(kTellAgain, Clock::now());
+        if (proposer != options_.group.rank)
+          members_.tell(proposer,
+                        {.kind = LineMessage::Kind::kAsk, .successor = {.newcomers = wanted}});
       }
+      if (proposer == options_.group.rank) propose(wanted);
+      const Status failed = failureOf(wished);
+      wished = wishForLiving(*group, wished);
+      if (!failed.ok()) return failed.error();
       if (deadline.passed()) {
         const auto end = group->renewal().awaitEnd(Deadline::after(Clock::duration::zero()));
-        const Status withdrawn = withdraw(*group, digest);
-        if (withdrawn.code() != ErrorCode::kMoved) return notMoved(*group, asked, end.status());
+        if (giveUp(*group, wished).code() != ErrorCode::kMoved)
+          return notMoved(*group, wanted, end.status());
       }
     }
     Lock lock(mutex_);
@@ -333,19 +503,8 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
 Status GroupLine::failureOf(uint64_t digest) const {
   Lock lock(mutex_);
   const auto one = preparations_.find(digest);
-  return one == preparations_.end() ? Status() : one->second.failure;
-}
-
-// Ok, or kTimeout: the line does not move to that successor. kMoved: it has.
-Status GroupLine::withdraw(Group& group, uint64_t digest) {
-  const Status status = group.renewal().notReadyFor(digest, Deadline::after(kPrepares));
-  if (status.code() == ErrorCode::kMoved) return status;
-  Lock lock(mutex_);
-  if (const auto one = preparations_.find(digest); one != preparations_.end()) {
-    post([group = std::move(one->second.group)] {});
-    preparations_.erase(one);
-  }
-  return status;
+  if (one != preparations_.end()) return one->second.failure;
+  return lastFailure_.first == digest ? lastFailure_.second : Status();
 }
 
 Error GroupLine::notReady(const Group& group, const std::vector<int>& missing) const {
@@ -356,12 +515,13 @@ Error GroupLine::notReady(const Group& group, const std::vector<int>& missing) c
               "join_group, and ask get_peer_state before"};
 }
 
-Error GroupLine::notMoved(const Group& group, const Successor& successor, const Status& why) const {
-  std::vector<int> newcomers;
-  for (const Newcomer& newcomer : successor.newcomers) newcomers.push_back(newcomer.rank);
+Error GroupLine::notMoved(const Group& group, const std::vector<Newcomer>& newcomers,
+                          const Status& why) const {
+  std::vector<int> ranks;
+  for (const Newcomer& newcomer : newcomers) ranks.push_back(newcomer.rank);
   return {ErrorCode::kTimeout,
           group.nameRank(group.rank()) + ": group '" + group.name() + "' has not let " +
-              group.nameRanks(newcomers) +
+              group.nameRanks(ranks) +
               " in before the timeout: a member is in a call that the others do not call, or is "
               "stopped. Nothing has changed" +
               (why.ok() ? "" : " (" + why.error().message + ")")};
@@ -390,9 +550,11 @@ Status GroupLine::join(Deadline deadline) {
     for (const uint64_t digest : digests) checkTold(digest);  // a member may be lost since
     if (!asking || asking->takeDue(Clock::now())) {
       if (!asking) asking.emplace(kTellAgain, Clock::now());
-      tellAll({.kind = LineMessage::Kind::kReady});
+      members_.tellAll({.kind = LineMessage::Kind::kReady});
+      failpoint("ready");
       for (const Successor& successor : toldBySome)
-        tellAll({.kind = LineMessage::Kind::kPrepare, .wishes = true, .successor = successor});
+        members_.tellAll(
+            {.kind = LineMessage::Kind::kPrepare, .wishes = true, .successor = successor});
     }
     Lock lock(mutex_);
     changed_.wait_until(mutex_, Deadline::after(kLook).when());
@@ -421,6 +583,7 @@ std::shared_ptr<Group> GroupLine::moveOn() {
     isMoving_ = true;
     // What else was made is for this series: no other one will have it.
     post([others = std::exchange(preparations_, {})] {});
+    givenUp_.clear();
     due_.reset();
   }
   std::vector<bool> stays(size_t(options_.group.size), !isNewcomer());
@@ -438,22 +601,27 @@ std::shared_ptr<Group> GroupLine::moveOn() {
     post([this, from] { end(from); });
     changed_.notify_all();
   }
+  failpoint("renewed");
   for (const Newcomer& newcomer : successor.newcomers)
-    tell(newcomer.rank, {.kind = LineMessage::Kind::kMoved, .successor = successor});
+    members_.tell(newcomer.rank, {.kind = LineMessage::Kind::kMoved, .successor = successor});
   return to;
 }
 
 // On the line's thread. The others may need the old series until they have ended it, too.
 void GroupLine::end(const std::shared_ptr<Group>& old) {
-  while (old->renewal().hasEnded() && !old->renewal().leave(Deadline::after(kEnds)).ok()) {
+  while (old->renewal().hasEnded()) {
+    const Status left = old->renewal().leave(Deadline::after(kEnds));
+    if (left.code() != ErrorCode::kTimeout) break;  // ok, or this rank is out
     Lock lock(mutex_);
     if (isStopped_) return;
   }
+  failpoint("old-retired");
 }
 
 bool GroupLine::settle(Deadline deadline) {
   Lock lock(mutex_);
-  while (isBusy_ || !tasks_.empty()) {
+  const auto isMade = [](const auto& one) { return one.second.group || !one.second.failure.ok(); };
+  while (isBusy_ || !tasks_.empty() || !std::ranges::all_of(preparations_, isMade)) {
     if (deadline.passed()) return false;
     changed_.wait_until(mutex_, deadline.earlier(Deadline::after(kLook)).when());
   }

@@ -15,16 +15,18 @@
 #include "base/backoff.h"
 #include "base/mutex.h"
 #include "group/group.h"
+#include "group/line_members.h"
 #include "group/line_words.h"
 #include "group/series_events.h"
+#include "group/successor_maker.h"
 
 namespace mooncake {
 
 // A group over time: its series, one Group after the other. All have its name, its size and this
 // rank's number. A series follows another one when a newcomer takes the place of a lost rank: the
-// newcomer says that it is ready, a member wishes to have it, all members and the newcomer make the
-// next Group in the background, and a flush of the old one decides where it ends (Renewal, and
-// section 9 of docs/membership.md).
+// newcomer says that it is ready, a member wishes to have it, the lowest member proposes a successor,
+// all members and the newcomer make that Group in the background, and a flush of the old one decides
+// where it ends (Renewal, and section 9 of docs/membership.md).
 //
 // Whoever runs the group's operations calls moveOn() between two of them; nobody else changes
 // current().
@@ -78,56 +80,71 @@ class GroupLine {
   std::shared_ptr<Group> moveOn() EXCLUDES(mutex_);
 
  private:
+  // A successor that is being made, or is made.
   struct Preparation {
     Successor successor;
+    std::shared_ptr<SuccessorMaker> maker;
     std::shared_ptr<Group> group;  // once it is made
     Status failure;
-    bool isWished = false;  // move to it once it is made
-    std::set<int> movedTo;  // newcomer: members that are in it
+    bool isGivenUp = false;             // by this rank, or by another member
+    bool isWished = false;              // move to it once it is made
+    std::set<int> movedTo;              // newcomer: members that are in it
+    std::optional<Repetition> telling;  // on the rank that has proposed it
   };
+  using Preparations = std::map<uint64_t, Preparation>;  // by digest
 
-  Result<uint64_t> digestOf(const Successor& successor) const;
-  std::optional<int> rankOf(const EngineId& id) const;
-  bool isLiving(const Newcomer& newcomer) const;
-  void tell(int rank, const LineMessage& message) const;
-  void tellAll(const LineMessage& message) const;
   void onMessage(const EngineId& from, ByteView bytes) EXCLUDES(mutex_);
   bool lastMoveHas(const Newcomer& newcomer) const EXCLUDES(mutex_);
   bool isNext(const Successor& successor) const REQUIRES(mutex_);
   bool isBehind(const Successor& successor) const EXCLUDES(mutex_);
   void tellLastMove(int rank) const EXCLUDES(mutex_);
-  void prepare(const Successor& successor, uint64_t digest, bool isWished) EXCLUDES(mutex_);
-  void make(uint64_t digest) EXCLUDES(mutex_);
+  int proposerOf(const Group& group) const;
+  std::vector<bool> activeOf(const Group& group) const;
+  bool isVoid(const Preparation& one, const std::vector<bool>& active) const REQUIRES(mutex_);
+  Preparations::iterator living(const std::vector<bool>& active) REQUIRES(mutex_);
+  void propose(const std::vector<Newcomer>& newcomers) EXCLUDES(mutex_);
+  void prepare(const Successor& successor, uint64_t digest) EXCLUDES(mutex_);
+  void make(uint64_t digest, const StopSignal& stop) EXCLUDES(mutex_);
+  void readyFor(Group& before, uint64_t digest) EXCLUDES(mutex_);
+  void wishFor(uint64_t digest) EXCLUDES(mutex_);
+  uint64_t wishForLiving(const Group& group, uint64_t before) EXCLUDES(mutex_);
+  Status giveUp(Group& group, uint64_t digest) EXCLUDES(mutex_);
+  void noteGivenUp(uint64_t digest) EXCLUDES(mutex_);
+  void dropVoid() EXCLUDES(mutex_);
   void noteMoved(uint64_t digest, int rank) EXCLUDES(mutex_);
   void checkTold(uint64_t digest) EXCLUDES(mutex_);
   std::vector<Newcomer> newcomersFor(const std::vector<int>& ranks, std::vector<int>& missing) const
       REQUIRES(mutex_);
   Status failureOf(uint64_t digest) const EXCLUDES(mutex_);
-  Status withdraw(Group& group, uint64_t digest) EXCLUDES(mutex_);
   Error notReady(const Group& group, const std::vector<int>& missing) const;
-  Error notMoved(const Group& group, const Successor& successor, const Status& why) const;
+  Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers,
+                 const Status& why) const;
   void end(const std::shared_ptr<Group>& old) EXCLUDES(mutex_);
   void post(std::function<void()> task) REQUIRES(mutex_);
   void run() EXCLUDES(mutex_);
 
   const Options options_;
   const std::shared_ptr<SeriesEvents> events_;
-  uint64_t topic_ = 0;
+  LineMembers members_;
 
+  Mutex readiness_;  // held while this rank says that it is ready, and while it takes that back
   mutable Mutex mutex_;
   Condition changed_;
   std::shared_ptr<Group> current_ GUARDED_BY(mutex_);
   uint32_t series_ GUARDED_BY(mutex_) = 1;
   bool isIn_ GUARDED_BY(mutex_);  // not a newcomer any more
   std::map<int, EngineId> ready_ GUARDED_BY(mutex_);
-  std::map<uint64_t, Preparation> preparations_ GUARDED_BY(mutex_);  // by digest
-  std::optional<uint64_t> due_ GUARDED_BY(mutex_);                   // newcomer: where it moves
+  Preparations preparations_ GUARDED_BY(mutex_);
+  std::set<uint64_t> givenUp_ GUARDED_BY(mutex_);  // digests that are not made any more
+  std::pair<uint64_t, Status> lastFailure_ GUARDED_BY(mutex_);  // of one that is dropped
+  uint32_t proposals_ GUARDED_BY(mutex_) = 0;
+  std::optional<uint64_t> due_ GUARDED_BY(mutex_);        // newcomer: where it moves
   std::optional<Successor> lastMove_ GUARDED_BY(mutex_);  // told again to newcomers that missed it
   std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);
   bool isMoving_ GUARDED_BY(mutex_) = false;  // between two series
   bool isBusy_ GUARDED_BY(mutex_) = false;    // a task runs
   bool isStopped_ GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // started by the first task
+  std::thread thread_;  // for tasks; started by the first one
 };
 
 }  // namespace mooncake

@@ -5,14 +5,17 @@
 namespace mooncake {
 namespace {
 
-// Wire form: u8 version  u8 kind  bool wishes  u32 series  u32 count, each: u32 rank  16 bytes id
-constexpr uint8_t kVersion = 1;
+// Wire form: u8 version  u8 kind  bool wishes  u32 series  u32 proposer  u32 number
+//            u32 term  u32 count, each: u32 absent rank
+//            u32 count, each: u32 rank  16 bytes id
+constexpr uint8_t kVersion = 2;
 
 }  // namespace
 
 std::string Successor::identity(const std::string& line) const {
   constexpr char kDigits[] = "0123456789abcdef";
-  std::string text = line + "@" + std::to_string(series);
+  std::string text = line + "@" + std::to_string(series) + "#" + std::to_string(proposer) + "." +
+                     std::to_string(number);
   for (const Newcomer& newcomer : newcomers) {
     text += "+" + std::to_string(newcomer.rank) + "=";
     for (const std::byte part : newcomer.id) {
@@ -26,7 +29,11 @@ std::string Successor::identity(const std::string& line) const {
 Bytes encodeLineMessage(const LineMessage& message) {
   ByteWriter out;
   out.put(kVersion).put(static_cast<uint8_t>(message.kind)).put(message.wishes);
-  out.put(message.successor.series).put(uint32_t(message.successor.newcomers.size()));
+  out.put(message.successor.series).put(uint32_t(message.successor.proposer));
+  out.put(message.successor.number).put(message.successor.term);
+  out.put(uint32_t(message.successor.absent.size()));
+  for (const int rank : message.successor.absent) out.put(uint32_t(rank));
+  out.put(uint32_t(message.successor.newcomers.size()));
   for (const Newcomer& newcomer : message.successor.newcomers)
     out.put(uint32_t(newcomer.rank)).putRaw(newcomer.id);
   return out.take();
@@ -38,9 +45,20 @@ Result<LineMessage> decodeLineMessage(ByteView bytes, int size) {
   const auto kind = in.get<uint8_t>();
   LineMessage message{.kind = static_cast<LineMessage::Kind>(kind), .wishes = in.get<bool>()};
   message.successor.series = in.get<uint32_t>();
-  const auto count = in.get<uint32_t>();
-  int64_t before = -1;
+  const auto proposer = in.get<uint32_t>();
+  message.successor.number = in.get<uint32_t>();
+  message.successor.term = in.get<uint32_t>();
   bool isInOrder = true;
+  int64_t before = -1;
+  const auto absent = in.get<uint32_t>();
+  for (uint32_t i = 0; i < absent && !in.failed(); ++i) {
+    const auto rank = in.get<uint32_t>();
+    isInOrder = isInOrder && rank < uint32_t(size) && int64_t(rank) > before;
+    before = rank;
+    message.successor.absent.push_back(int(rank));
+  }
+  const auto count = in.get<uint32_t>();
+  before = -1;
   for (uint32_t i = 0; i < count && !in.failed(); ++i) {
     const auto rank = in.get<uint32_t>();
     const ByteView id = in.getRaw(sizeof(EngineId));
@@ -52,11 +70,12 @@ Result<LineMessage> decodeLineMessage(ByteView bytes, int size) {
   }
   MOONCAKE_TRY(in.finish("message of a group's line"));
   if (version != kVersion || kind < uint8_t(LineMessage::Kind::kReady) ||
-      kind > uint8_t(LineMessage::Kind::kMoved) || !isInOrder) {
+      kind > uint8_t(LineMessage::Kind::kMoved) || proposer >= uint32_t(size) || !isInOrder) {
     return Error{ErrorCode::kProtocol, "a message of a group's line of version " +
                                            std::to_string(version) + " and kind " +
                                            std::to_string(kind) + " is not valid"};
   }
+  message.successor.proposer = int(proposer);
   return message;
 }
 

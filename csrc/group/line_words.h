@@ -20,7 +20,15 @@ struct Newcomer {
 
 // The next series of a line, as the members name it to each other.
 struct Successor {
-  uint32_t series = 0;              // number; a line's first one has 1
+  uint32_t series = 0;  // number; a line's first one has 1
+  // The rank that has proposed it, and which of that rank's proposals it is. What a member has given
+  // up is never made again: a later proposal of the same newcomers has another number.
+  int proposer = 0;
+  uint32_t number = 0;
+  // Its members: the newcomers, and the processes that are ranks of the job since this term or
+  // before it, but for these. The job may have further processes, which are not ready yet.
+  uint32_t term = 0;
+  std::vector<int> absent;          // in order
   std::vector<Newcomer> newcomers;  // by rank
 
   bool operator==(const Successor&) const = default;
@@ -32,7 +40,9 @@ struct Successor {
 struct LineMessage {
   enum class Kind : uint8_t {
     kReady = 1,  // a newcomer: it waits to be let in
+    kAsk,        // to the member that proposes: the newcomers of `successor` are to be let in
     kPrepare,    // make `successor`; with `wishes`, also move to it
+    kGaveUp,     // the sender never moves to `successor`
     kMoved,      // to a newcomer: the sender is in `successor`
   };
   Kind kind = Kind::kReady;

@@ -116,6 +116,7 @@ Result<Candidacy::Asked> Candidacy::ask(Peer& member) {
   while (!until.passed() && !member.disconnected && !isStopped()) {
     if (due.passed()) {
       MOONCAKE_TRY(engine_->send(member, kJoinTopic, words));
+      failpoint("asked");
       due = Deadline::after(resend_);
     }
     const auto message = next(until.earlier(due));
@@ -224,6 +225,7 @@ Result<std::shared_ptr<Membership>> Candidacy::enter(const Asked& asked,
     }
   }
   done();
+  failpoint("told");
   Lock lock(mutex_);
   if (over_) return *over_;
   return membership;

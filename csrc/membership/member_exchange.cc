@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/backoff.h"
+#include "base/failpoint.h"
 #include "base/rank_list.h"
 
 namespace mooncake {
@@ -47,16 +48,21 @@ MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options o
     if (r != options_.rank && view.active.contains(options_.jobRanks[size_t(r)]))
       tell(r, Kind::kPart, mine_);
   }
+  failpoint("part-told");
 }
 
 MemberExchange::~MemberExchange() { membership_->engine().closeTopic(options_.topic); }
 
-Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadline) {
+Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadline,
+                                                                  const StopSignal* stop) {
   Repetition asking({kFirstAsk, kLastAsk}, Clock::now());
   Lock lock(mutex_);
   for (;;) {
     MOONCAKE_TRY(membership_->standing());
     if (gaveUp_) return *gaveUp_;
+    if (stop && stop->isStopped())
+      return Error{ErrorCode::kInterrupted,
+                   "group '" + options_.group + "' is not wanted any more"};
     const std::vector<int> absent = missing(membership_->viewOf(*options_.roster));
     if (absent.empty()) return parts_;
     if (deadline.passed()) return timedOut(absent);

@@ -36,8 +36,9 @@ class MemberExchange {
   // Returns the parts in rank order. A member that is out of the job, and whose part had not come,
   // has none. Two members may differ in that; the one that does not know of the loss hears of it
   // next (Membership::Listener). Errors: this rank is out itself; a member gave up (with its
-  // reason); kTimeout names the members that did not come.
-  Result<std::vector<std::optional<Bytes>>> collect(Deadline deadline);
+  // reason); kTimeout names the members that did not come; kInterrupted: `stop` was set.
+  Result<std::vector<std::optional<Bytes>>> collect(Deadline deadline,
+                                                    const StopSignal* stop = nullptr);
   // Tells the members that we could not make the group, so that they stop waiting for us. If
   // another member gave up, it has told them.
   void giveUp(const Error& why);

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/backoff.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/rank_list.h"
 #include "membership/candidacy.h"
@@ -444,6 +445,7 @@ void Membership::publish() {
 void Membership::sendReports() {
   isSending_ = false;
   const auto to = std::exchange(sendTo_, {});
+  if (!agreement_.joins().empty()) failpoint("join-reported");
   for (const EngineId& id : to) {
     if (published_.empty()) break;
     if (id == engine_->id()) continue;
@@ -582,6 +584,7 @@ void Membership::enter(const ViewActions::NextTerm& next) {
     roster_ = after;
     view_ = view;
   }
+  failpoint("term-closed");
   const bool isNews = before->term.rankOf(engine_->id()).has_value();
   if (!out.empty())
     log(isNews ? LogLevel::kWarning : LogLevel::kInfo, engine_->logName(), losses,

@@ -1,0 +1,66 @@
+#include "group/line_members.h"
+
+#include <algorithm>
+
+#include "membership/topics.h"
+
+namespace mooncake {
+
+std::optional<int> LineMembers::rankOf(const EngineId& id) const {
+  for (size_t r = 0; r < jobRanks_.size(); ++r) {
+    const auto peer = job_->peer(jobRanks_[r]);
+    if (peer && peer->id == id) return int(r);
+  }
+  return std::nullopt;
+}
+
+// Whether the newcomer is the one that holds its rank of the job.
+bool LineMembers::isLiving(const Newcomer& newcomer) const {
+  const int jobRank = jobRanks_[size_t(newcomer.rank)];
+  if (!job_->view().active.contains(jobRank)) return false;
+  if (newcomer.rank == rank_) return job_->engine().id() == newcomer.id;
+  const auto peer = job_->peer(jobRank);
+  return peer && peer->id == newcomer.id;
+}
+
+void LineMembers::tell(int rank, const LineMessage& message) const {
+  const int jobRank = jobRanks_[size_t(rank)];
+  const auto peer = job_->peer(jobRank);
+
+  if (peer && job_->view().active.contains(jobRank))
+    (void)job_->engine().send(*peer, topic_, encodeLineMessage(message));
+}
+
+void LineMembers::tellAll(const LineMessage& message) const {
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank_) tell(r, message);
+  }
+}
+
+Result<uint64_t> LineMembers::digestOf(const Successor& successor) const {
+  const auto topics = topicsOf(successor.identity(identity_));
+  if (!topics.ok()) return topics.error();
+  return std::max<uint64_t>(topics->first, 1);
+}
+
+// The job's roster without those that are no members: a process that was replaced meanwhile, or has
+// joined the job and is not ready.
+std::shared_ptr<const Roster> LineMembers::rosterOf(const Successor& successor) const {
+  auto roster = std::make_shared<Roster>(*job_->roster());
+  for (int r = 0; r < size(); ++r) {
+    const auto jobRank = size_t(jobRanks_[size_t(r)]);
+    auto& holder = roster->term.holders[jobRank];
+    if (!holder) continue;
+    const auto newcomer = std::ranges::find(successor.newcomers, r, &Newcomer::rank);
+    const bool isIn =
+        newcomer != successor.newcomers.end()
+            ? newcomer->id == holder->id
+            : holder->since <= successor.term && !std::ranges::binary_search(successor.absent, r);
+    if (isIn) continue;
+    holder.reset();
+    roster->peers[jobRank] = nullptr;
+  }
+  return roster;
+}
+
+}  // namespace mooncake
