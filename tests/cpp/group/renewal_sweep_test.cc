@@ -1,0 +1,733 @@
+// Processes are killed and stopped at every step of a replacement: newcomers while they are let in,
+// members while they take one in, and those that came afterwards. In the end each rank is held by a
+// living process, all of them have seen the same operations, and no operation was lost or done twice.
+// Environment variables:
+//   MOONCAKE_TEST_CASES    number of cases; 1 prints what happened
+//   MOONCAKE_TEST_SEED     seed of the first case
+//   MOONCAKE_TEST_AT_ONCE  number of cases that run side by side
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include "base/failpoint.h"
+#include "collectives/collectives.h"
+#include "forked_ranks.h"
+#include "group/group_line.h"
+
+namespace mooncake::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr int kMostSize = 5, kMostLives = 8, kMostEntries = 1 << 14;
+constexpr milliseconds kFailureTimeout{500};
+constexpr auto kHang = std::chrono::seconds(30);
+constexpr auto kPatience = std::chrono::seconds(20);
+constexpr size_t kEager = 8 << 10;
+const JobIdentity kIdentity{.job = "sweep", .mode = "continue", .options = 1};
+
+uint64_t numberIn(const char* text, uint64_t otherwise) {
+  return text ? std::strtoull(text, nullptr, 10) : otherwise;
+}
+
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// ---- a case
+
+// A rank has one process after the other: its lives, counted from 0.
+struct Fault {
+  int rank, life;
+  const char* point;
+  uint32_t nth;
+  FailpointAction action = FailpointAction::kKill;
+  int resumeAfter = -1;  // kStop: ms, -1: never
+};
+
+struct Case {
+  uint64_t seed;
+  int size;
+  const char* wire;
+  size_t words;        // of a rank's part
+  bool isAtOnePlace;   // newcomers are let in at one place of the program, else at any
+  bool onlyOneAsks;    // of the members, at first
+  milliseconds pause;  // before a lost rank's next process starts
+  std::vector<Fault> faults;
+};
+
+constexpr const char* kWires[] = {"shm", "tcp", "sim"};
+constexpr const char* kInOperations[] = {"begin", "see-begun", "all-begun", "commit", "ended"};
+constexpr const char* kOfNewcomers[] = {"asked",       "connected",  "join-reported",  "told",
+                                        "ready",       "part-told",  "successor-made", "renewed",
+                                        "term-closed", "old-retired"};
+constexpr const char* kOfMembers[] = {"admit",     "join-reported",  "term-closed",     "prepare",
+                                      "part-told", "successor-made", "successor-ready", "close",
+                                      "moved",     "renewed",        "old-retired"};
+constexpr const char* kOfFlushes[] = {"join", "report", "tell", "decide", "act", "acted", "park"};
+
+class Draw {
+ public:
+  explicit Draw(uint64_t seed) : random_(mix(seed + 0x9e3779b97f4a7c15)) {}
+  int below(int end) { return static_cast<int>(random_() % static_cast<uint64_t>(end)); }
+  bool chance(int percent) { return below(100) < percent; }
+  template <typename T, size_t N>
+  const T& oneOf(const T (&all)[N]) {
+    return all[below(static_cast<int>(N))];
+  }
+
+ private:
+  std::mt19937_64 random_;
+};
+
+// At most two ranks are gone at a time, so that most are always there.
+Case drawCase(uint64_t seed) {
+  Draw draw(seed);
+  Case c{.seed = seed, .size = 4 + draw.below(kMostSize - 3)};
+  c.wire = draw.oneOf(kWires);
+  constexpr size_t kWords[] = {8, 100, 1'000, 9'000};
+  c.words = draw.oneOf(kWords);
+  c.isAtOnePlace = draw.chance(50);
+  c.onlyOneAsks = draw.chance(50);
+  c.pause = milliseconds(draw.chance(50) ? 0 : draw.below(60));
+  const int first = draw.below(c.size);
+  c.faults.push_back({first, 0, draw.oneOf(kInOperations), 3 + uint32_t(draw.below(20))});
+  const auto strike = [&](int rank, int life, const char* point, uint32_t nth) {
+    Fault fault{rank, life, point, nth};
+    const bool hasStop = std::ranges::any_of(
+        c.faults, [](const Fault& one) { return one.action == FailpointAction::kStop; });
+    if (!hasStop && draw.chance(40)) {
+      constexpr int kWhens[] = {-1, -1, 20, 100, 300, 460, 540, 800};
+      fault.action = FailpointAction::kStop;
+      fault.resumeAfter = draw.oneOf(kWhens);
+    }
+    c.faults.push_back(fault);
+  };
+  const bool both = c.size == kMostSize;
+  const bool isNewcomer = draw.chance(50);
+  if (both || isNewcomer) {
+    const char* point = draw.oneOf(kOfNewcomers);
+    strike(first, 1, point, 1 + uint32_t(draw.below(3)));
+  }
+  if (both || !isNewcomer) {
+    const int other = (first + 1 + draw.below(c.size - 1)) % c.size;
+    if (draw.chance(70)) {
+      const char* point = draw.oneOf(kOfMembers);
+      strike(other, 0, point, 1 + uint32_t(draw.below(3)));
+    } else {
+      const char* point = draw.oneOf(kOfFlushes);
+      strike(other, 0, point, 1 + uint32_t(draw.below(8)));
+    }
+  }
+  return c;
+}
+
+std::string describe(const Case& c) {
+  std::ostringstream text;
+  text << "MOONCAKE_TEST_CASES=1 MOONCAKE_TEST_SEED=" << c.seed << ": " << c.size << " ranks, "
+       << c.wire << ", " << c.words << " words, newcomers enter "
+       << (c.isAtOnePlace ? "at one place" : "anywhere")
+       << (c.onlyOneAsks ? ", one member asks" : "") << ", after " << c.pause.count() << " ms;";
+  for (const Fault& fault : c.faults) {
+    text << " rank " << fault.rank << '.' << fault.life;
+    if (fault.action == FailpointAction::kKill) text << " is killed";
+    if (fault.action == FailpointAction::kStop)
+      text << " is stopped"
+           << (fault.resumeAfter < 0 ? "" : " for " + std::to_string(fault.resumeAfter) + " ms");
+    text << " at " << fault.point << " #" << fault.nth << ';';
+  }
+  return text.str();
+}
+
+// ---- a process
+
+struct Entry {
+  uint64_t turn, checksum;
+  uint32_t contributors;  // a bit per rank
+};
+
+struct Life {
+  std::atomic<uint32_t> endpointBytes;  // 0: not there yet
+  std::byte endpoint[1024];
+  std::atomic<int> entries;
+  std::atomic<bool> isIn;
+  std::atomic<ErrorCode> standing;  // at its end
+  Entry log[kMostEntries];
+  char broken[400];  // what went wrong
+};
+
+struct CaseMemory {
+  StoreMemory store;
+  std::atomic<bool> ends;
+  std::atomic<bool> isDead[kMostSize][kMostLives];
+  Life lives[kMostSize][kMostLives];
+};
+
+// What each rank gives to an allgather: a head, then words that follow from it.
+struct Head {
+  uint64_t rank, life, count, turn, ready, ends;
+};
+constexpr size_t kHead = sizeof(Head) / sizeof(uint64_t);
+
+class Process {
+ public:
+  Process(const Case& c, int rank, int life, CaseMemory& memory)
+      : case_(c), rank_(rank), life_(life), memory_(memory), log_(memory.lives[rank][life]) {}
+
+  void run() {
+    if (life_ > 0) arm();
+    const Status status = life_ == 0 ? begin() : join();
+    if (status.ok()) {
+      if (life_ == 0) arm();  // a job that has not begun has no newcomers
+      log_.isIn = true;
+      work();
+    } else {
+      broken("could not begin: " + status.error().message, status.code());
+    }
+    hasEnded_ = true;
+    if (asker_.joinable()) asker_.join();
+    if (!line_) return;
+    line_->settle(Deadline::after(std::chrono::seconds(5)));
+    line_->stop();
+    line_->current()->leave(Deadline::after(std::chrono::seconds(5)));
+  }
+
+ private:
+  void broken(const std::string& text, ErrorCode code) {
+    log_.standing = code;
+    std::snprintf(log_.broken, sizeof(log_.broken), "%s", text.c_str());
+  }
+
+  void arm() const {
+    for (const Fault& fault : case_.faults) {
+      if (fault.rank == rank_ && fault.life == life_)
+        armFailpoint(fault.point, fault.nth, fault.action);
+    }
+  }
+
+  Result<std::shared_ptr<Engine>> makeEngine(const char* wire) const {
+    EngineOptions options{.jobKey = Bytes(32, std::byte{7}),
+                          .logName = "rank " + std::to_string(rank_) + "." + std::to_string(life_),
+                          .arenaBytes = size_t(1) << 28};
+    options.env.transports = {wire};
+    options.env.hostIp = "127.0.0.1";
+    options.env.failureTimeout = kFailureTimeout;
+    options.env.simSeed = case_.seed;
+    return Engine::create(std::move(options));
+  }
+
+  void publish(const Engine& engine) {
+    const Bytes endpoint = engine.endpoint();
+    std::copy(endpoint.begin(), endpoint.end(), log_.endpoint);
+    log_.endpointBytes.store(uint32_t(endpoint.size()), std::memory_order_release);
+  }
+
+  GroupOptions groupOptions() const {
+    GroupOptions options{.name = "sweep", .rank = rank_, .size = case_.size};
+    options.env.eagerBytes = kEager;
+    return options;
+  }
+
+  Status begin() {
+    auto engine = makeEngine(case_.wire);
+    if (!engine.ok()) return engine.status();
+    publish(**engine);
+    ForkedStore store(memory_.store, std::vector<bool>(size_t(case_.size)));
+    auto options = groupOptions();
+    options.identity = kIdentity;
+    auto group = Group::create(*engine, store, events_->with(std::move(options), 1),
+                               Deadline::after(kPatience));
+    if (!group.ok()) return group.status();
+    engine->reset();
+    auto job = (*group)->membership();
+    return startLine(std::move(*group), std::move(job), false);
+  }
+
+  std::vector<Bytes> members() const {
+    std::vector<Bytes> found;
+    for (int r = 0; r < case_.size; ++r) {
+      for (int life = 0; life < kMostLives; ++life) {
+        const Life& one = memory_.lives[r][life];
+        const uint32_t bytes = one.endpointBytes.load(std::memory_order_acquire);
+        if (bytes > 0 && !memory_.isDead[r][life] && !(r == rank_ && life == life_))
+          found.emplace_back(one.endpoint, one.endpoint + bytes);
+      }
+    }
+    std::ranges::shuffle(found, std::mt19937_64(case_.seed + size_t(life_)));
+    return found;
+  }
+
+  Status join() {
+    events_->begin(0);
+    const Deadline deadline = Deadline::after(kPatience);
+    std::shared_ptr<Membership> job;
+    while (!job) {
+      auto engine = makeEngine(case_.wire);
+      if (!engine.ok()) return engine.status();
+      publish(**engine);
+      auto joined = Membership::join(*engine,
+                                     {.identity = kIdentity,
+                                      .members = members(),
+                                      .rank = rank_,
+                                      .size = case_.size,
+                                      .failureTimeout = kFailureTimeout},
+                                     deadline.earlier(Deadline::after(3 * kFailureTimeout)));
+      if (joined.ok()) {
+        job = *joined;
+      } else if (joined.error().code == ErrorCode::kRefused || deadline.passed()) {
+        return joined.status();
+      }
+    }
+    auto inproc = makeEngine("inproc");
+    if (!inproc.ok()) return inproc.status();
+    auto alone = Membership::start(
+        *inproc, {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(case_.size))});
+    if (!alone.ok()) return alone.status();
+    auto group = Group::createWithin(*alone, events_->with(groupOptions(), 0), deadline);
+    if (!group.ok()) return group.status();
+    MOONCAKE_TRY(startLine(std::move(*group), std::move(job), true));
+    return line_->join(deadline);
+  }
+
+  Status startLine(std::unique_ptr<Group> first, std::shared_ptr<Membership> job, bool isNewcomer) {
+    GroupOptions series = groupOptions();
+    for (int r = 0; r < case_.size; ++r) series.jobRanks.push_back(r);
+    line_ = std::make_unique<GroupLine>(
+        std::move(first), events_,
+        GroupLine::Options{.job = std::move(job),
+                           .group = std::move(series),
+                           .identity = "line of the sweep",
+                           .isNewcomer = isNewcomer,
+                           .onDue =
+                               [this] {
+                                 std::lock_guard lock(operation_);
+                                 line_->moveOn();
+                               },
+                           .onMove = [](Group&, const std::vector<bool>&) {}});
+    return line_->start();
+  }
+
+  std::vector<int> newcomers(uint64_t ready) const {
+    std::vector<int> ranks;
+    for (int r = 0; r < case_.size; ++r) {
+      if (ready >> r & 1) ranks.push_back(r);
+    }
+    return ranks;
+  }
+  uint64_t ready() const {
+    uint64_t ready = 0;
+    for (int r = 0; r < case_.size; ++r) ready |= uint64_t(line_->isReady(r)) << r;
+    return ready;
+  }
+  void recover(uint64_t ready) {
+    const auto dropped = line_->recover(newcomers(ready), Deadline::after(milliseconds(300)),
+                                        Deadline::after(std::chrono::seconds(10)));
+    if (dropped.ok() || dropped.error().code == ErrorCode::kTimeout) return;
+    failed_ = true;
+    log_.standing = dropped.error().code;
+    if (!isOut(dropped.error().code))
+      broken("recover: " + dropped.error().message, dropped.error().code);
+  }
+  static bool isOut(ErrorCode code) {
+    return code == ErrorCode::kEvicted || code == ErrorCode::kMinority;
+  }
+
+  void ask() {
+    const auto began = Clock::now();
+    while (!hasEnded_ && !failed_) {
+      const bool isTurn =
+          !case_.onlyOneAsks || rank_ == 1 || Clock::now() - began > kFailureTimeout;
+      const uint64_t waits = isTurn ? ready() : 0;
+      if (waits != 0) recover(waits);
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+
+  // Operations until the test says so, each in one series.
+  void work() {
+    if (!case_.isAtOnePlace) asker_ = std::thread([this] { ask(); });
+    uint64_t turn = 0;
+    for (uint64_t count = 1; !failed_; ++count) {
+      const uint64_t waits = ready();
+      const Head head{uint64_t(rank_), uint64_t(life_), count, turn, waits, memory_.ends};
+      std::vector<uint64_t> all;
+      uint32_t contributors = 0;
+      const Status status = gather(head, all, contributors);
+      if (!status.ok()) {
+        log_.standing = status.code();
+        if (!isOut(status.code())) broken(status.error().message, status.code());
+        return;
+      }
+      Head heads{};
+      const std::string wrong = look(all, contributors, heads);
+      if (!wrong.empty())
+        return broken("turn " + std::to_string(heads.turn) + ": " + wrong,
+                      ErrorCode::kInvalidArgument);
+      turn = heads.turn + 1;
+      const int at = log_.entries.load();
+      if (at == kMostEntries) return broken("too many operations", ErrorCode::kExhausted);
+      uint64_t checksum = 0;
+      for (const uint64_t word : all) checksum = mix(checksum ^ word);
+      log_.log[at] = {turn, checksum, contributors};
+      log_.entries.store(at + 1, std::memory_order_release);
+      if (heads.ends) return;
+      if (case_.isAtOnePlace && heads.ready) recover(heads.ready & ~uint64_t(contributors));
+      std::this_thread::sleep_for(std::chrono::microseconds(500));
+    }
+  }
+
+  Status gather(const Head& head, std::vector<uint64_t>& all, uint32_t& contributors) {
+    const size_t words = kHead + case_.words;
+    const std::vector<uint64_t> mine = partOf(head);
+    std::lock_guard lock(operation_);
+    for (;;) {
+      const auto group = line_->current();
+      all.assign(words * size_t(case_.size), ~uint64_t(0));
+      std::vector<Span> outputs;
+      for (size_t r = 0; r < size_t(case_.size); ++r)
+        outputs.push_back(std::as_writable_bytes(std::span(all).subspan(r * words, words)));
+      const Status status = allgather(*group, std::as_bytes(std::span(mine)), outputs,
+                                      DType::kUInt64, Deadline::after(kPatience));
+      if (status.code() == ErrorCode::kMoved) {
+        if (line_->moveOn() != group) continue;
+        return {ErrorCode::kInvalidArgument, "the series has ended, and no other follows"};
+      }
+      if (!status.ok()) return status;
+      for (const int r : group->lastView->active) contributors |= 1u << r;
+      return {};
+    }
+  }
+
+  std::vector<uint64_t> partOf(const Head& head) const {
+    std::vector<uint64_t> words = {head.rank, head.life,  head.count,
+                                   head.turn, head.ready, head.ends};
+    const uint64_t key = mix(case_.seed ^ mix(head.rank * 100 + head.life) ^ mix(head.count));
+    for (size_t i = 0; i < case_.words; ++i) words.push_back(mix(key + i));
+    return words;
+  }
+
+  // Returns what is wrong with the parts. `heads`: the largest of each.
+  std::string look(const std::vector<uint64_t>& all, uint32_t contributors, Head& heads) {
+    const size_t words = kHead + case_.words;
+    for (size_t r = 0; r < size_t(case_.size); ++r) {
+      const std::vector<uint64_t> part(all.begin() + long(r * words),
+                                       all.begin() + long((r + 1) * words));
+      const std::string name = "the part of rank " + std::to_string(r);
+      if (!(contributors >> r & 1)) {
+        if (std::ranges::any_of(part, [](uint64_t word) { return word != 0; }))
+          return name + " is there, and it did not contribute";
+        continue;
+      }
+      const Head head{part[0], part[1], part[2], part[3], part[4], part[5]};
+      if (head.rank != r || head.life >= kMostLives || part != partOf(head))
+        return name + " is not what it gave";
+      const auto [life, count] = last_[r];
+      if (count > 0 && (head.life < life || (head.life == life && head.count != count + 1)))
+        return name + " is of life " + std::to_string(head.life) + ", call " +
+               std::to_string(head.count) + "; the last was of life " + std::to_string(life) +
+               ", call " + std::to_string(count);
+      if (count > 0 && head.life > life && head.count != 1)
+        return name + " is not the first of that life";
+      last_[r] = {head.life, head.count};
+      heads.turn = std::max(heads.turn, head.turn);
+      heads.ready |= head.ready;
+      heads.ends |= head.ends;
+    }
+    for (size_t r = 0; r < size_t(case_.size); ++r) {
+      if (!(contributors >> r & 1)) continue;
+      const uint64_t turn = all[r * words + 3];
+      if (turn != heads.turn && turn != 0)
+        return "rank " + std::to_string(r) + " is in turn " + std::to_string(turn);
+    }
+    return "";
+  }
+
+  const Case& case_;
+  const int rank_, life_;
+  CaseMemory& memory_;
+  Life& log_;
+  const std::shared_ptr<SeriesEvents> events_ =
+      std::make_shared<SeriesEvents>([](const GroupView&) {});
+  std::mutex operation_;  // held while an operation runs, or the line moves
+  std::unique_ptr<GroupLine> line_;
+  std::thread asker_;
+  std::atomic<bool> hasEnded_{false}, failed_{false};
+  std::map<size_t, std::pair<uint64_t, uint64_t>> last_;  // of each rank: its life and call
+};
+
+// ---- a case while it runs
+
+class RunningCase {
+ public:
+  RunningCase(Case c, bool isVerbose)
+      : case_(std::move(c)), isVerbose_(isVerbose), progressed_(Clock::now()) {
+    ranks_.resize(size_t(case_.size));
+    for (int r = 0; r < case_.size; ++r) start(r);
+  }
+
+  // True when the case is over.
+  bool look() {
+    const auto now = Clock::now();
+    bool haveAllEnded = true;
+    for (int r = 0; r < case_.size; ++r) {
+      Rank& rank = ranks_[size_t(r)];
+      lookAt(r, rank, now);
+      haveAllEnded = haveAllEnded && rank.hasEnded;
+    }
+    if (!problems_.empty()) return true;
+    if (haveAllEnded) {
+      compare();
+      return true;
+    }
+    if (!memory_->ends && isWhole()) memory_->ends = true;
+    int progress = 0;
+    for (int r = 0; r < case_.size; ++r) {
+      for (int life = 0; life <= ranks_[size_t(r)].life; ++life)
+        progress += memory_->lives[r][life].entries + 1;
+    }
+    // While a process is missing, the others go on for ever.
+    if (now - progressed_ > kHang) problem("the case does not end");
+    if (std::exchange(entries_, progress) != progress) moved_ = now;
+    if (now - moved_ > kHang / 2) problem("nobody goes on");
+    return !problems_.empty();
+  }
+
+  const std::vector<std::string>& problems() const { return problems_; }
+  bool isDisturbed() const { return isDisturbed_; }
+  const Case& played() const { return case_; }
+  const std::map<std::string, int>& struck() const { return struck_; }
+
+  std::string story() const {
+    std::ostringstream text;
+    for (int r = 0; r < case_.size; ++r) {
+      for (int life = 0; life <= ranks_[size_t(r)].life; ++life) {
+        const Life& one = memory_->lives[r][life];
+        text << "  rank " << r << '.' << life << ": " << (one.isIn ? "in, " : "not in, ")
+             << one.entries << " operations, " << errorCodeName(one.standing) << ' ' << one.broken;
+        uint32_t before = 0;
+        for (int i = 0; i < one.entries; ++i) {
+          const Entry& entry = one.log[i];
+          if (std::exchange(before, entry.contributors) != entry.contributors)
+            text << " [turn " << entry.turn << ": " << std::hex << entry.contributors << std::dec
+                 << ']';
+        }
+        text << '\n';
+      }
+    }
+    return text.str();
+  }
+
+ private:
+  struct Rank {
+    int life = -1;
+    std::unique_ptr<ForkedChild> child;
+    std::vector<std::unique_ptr<ForkedChild>> gone;  // ended, or stopped for good
+    Clock::time_point resumeAt = Clock::time_point::max();
+    Clock::time_point startAt = Clock::time_point::max();  // of the next life
+    bool isForGood = false;
+    bool hasEnded = false;
+  };
+
+  void problem(const std::string& text) { problems_.push_back(text); }
+  const Fault* faultOf(int rank, int life) const {
+    for (const Fault& fault : case_.faults) {
+      if (fault.rank == rank && fault.life == life) return &fault;
+    }
+    return nullptr;
+  }
+
+  void start(int r) {
+    Rank& rank = ranks_[size_t(r)];
+    rank.startAt = rank.resumeAt = Clock::time_point::max();
+    if (++rank.life == kMostLives) return problem("too many processes");
+    progressed_ = Clock::now();
+    const int life = rank.life;
+    rank.child = std::make_unique<ForkedChild>([this, r, life] {
+      if (!isVerbose_) ::dup2(::open("/dev/null", O_WRONLY), STDERR_FILENO);
+      Process(case_, r, life, *memory_).run();
+    });
+  }
+
+  void lookAt(int r, Rank& rank, Clock::time_point now) {
+    if (rank.hasEnded) return;
+    const std::string name = "rank " + std::to_string(r) + "." + std::to_string(rank.life);
+    const Fault* fault = faultOf(r, rank.life);
+    if (rank.child) {
+      switch (rank.child->look()) {
+        case ForkedChild::Event::kNone:
+          break;
+        case ForkedChild::Event::kStopped:
+          ++struck_[fault->point];
+          if (fault->resumeAfter >= 0) {
+            rank.resumeAt = now + milliseconds(fault->resumeAfter);
+          } else {
+            rank.isForGood = true;
+            rank.hasEnded = memory_->ends;
+            rank.startAt = now + kFailureTimeout + case_.pause;
+          }
+          break;
+        case ForkedChild::Event::kEnded:
+          ended(r, rank, name, fault, now);
+          break;
+      }
+    }
+    if (now >= rank.resumeAt) {
+      rank.resumeAt = Clock::time_point::max();
+      rank.child->resume();
+    }
+    if (now < rank.startAt) return;
+    memory_->isDead[r][rank.life] = true;
+    if (std::exchange(rank.isForGood, false)) rank.gone.push_back(std::move(rank.child));
+    start(r);
+  }
+
+  void ended(int r, Rank& rank, const std::string& name, const Fault* fault,
+             Clock::time_point now) {
+    const int status = rank.child->status();
+    rank.gone.push_back(std::move(rank.child));
+    const Life& life = memory_->lives[r][rank.life];
+    if (WIFSIGNALED(status)) {
+      if (WTERMSIG(status) != SIGKILL || !fault || fault->action != FailpointAction::kKill)
+        return problem(name + " ended with status " + std::to_string(status));
+      ++struck_[fault->point];
+      rank.hasEnded = memory_->ends;
+      if (!rank.hasEnded) rank.startAt = now + case_.pause;
+      return;
+    }
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+      return problem(name + " ended with status " + std::to_string(status));
+    const ErrorCode standing = life.standing;
+    const bool isOut = standing == ErrorCode::kEvicted || standing == ErrorCode::kMinority;
+    const bool wasStopped = fault && fault->action == FailpointAction::kStop;
+    if (isOut && !memory_->ends) {
+      // On a busy machine a living process may be silent for too long.
+      isDisturbed_ = isDisturbed_ || !wasStopped;
+      if (!wasStopped) problem(name + " is out and should not be");
+      rank.startAt = now + case_.pause;
+      return;
+    }
+    if (life.broken[0] && !(isOut && wasStopped)) return problem(name + ": " + life.broken);
+    if (!memory_->ends) return problem(name + " ended before the others");
+    rank.hasEnded = true;
+  }
+
+  // Each rank's process has seen all ranks a few times.
+  bool isWhole() const {
+    for (int r = 0; r < case_.size; ++r) {
+      const Rank& rank = ranks_[size_t(r)];
+      const Life& life = memory_->lives[r][rank.life];
+      const int entries = life.entries.load(std::memory_order_acquire);
+      if (!rank.child || rank.isForGood || entries < 3) return false;
+      for (int i = entries - 3; i < entries; ++i) {
+        if (life.log[i].contributors != (1u << case_.size) - 1) return false;
+      }
+      // Not each operation has each step, so the first fault may never come.
+      if (entries < 60 && rank.life == 0 && faultOf(r, 0) == &case_.faults.front()) return false;
+    }
+    return true;
+  }
+
+  // All processes have had the same operations in the same order.
+  void compare() {
+    std::map<uint64_t, Entry> known;
+    for (const bool isBinding : {true, false}) {
+      for (int r = 0; r < case_.size; ++r) {
+        for (int life = 0; life <= ranks_[size_t(r)].life; ++life) {
+          if ((life == ranks_[size_t(r)].life) == isBinding) compare(known, r, life, isBinding);
+        }
+      }
+    }
+  }
+  // What a dead process alone has seen to end does not bind the others.
+  void compare(std::map<uint64_t, Entry>& known, int r, int life, bool isBinding) {
+    const Life& one = memory_->lives[r][life];
+    const std::string name = "rank " + std::to_string(r) + "." + std::to_string(life);
+    for (int i = 0; i < one.entries; ++i) {
+      const Entry& entry = one.log[i];
+      if (i > 0 && entry.turn != one.log[i - 1].turn + 1)
+        problem(name + " went from turn " + std::to_string(one.log[i - 1].turn) + " to " +
+                std::to_string(entry.turn));
+      const auto [place, isNew] = known.emplace(entry.turn, entry);
+      const Entry& other = place->second;
+      const bool isSame =
+          entry.contributors == other.contributors && entry.checksum == other.checksum;
+      if (isSame || (!isBinding && i == one.entries - 1)) continue;
+      problem(name + " ended turn " + std::to_string(entry.turn) + " in another way than others");
+    }
+  }
+
+  const Case case_;
+  const bool isVerbose_;
+  const SharedWithChildren<CaseMemory> memory_;
+  std::vector<Rank> ranks_;
+  Clock::time_point progressed_, moved_ = Clock::now();
+  int entries_ = 0;
+  bool isDisturbed_ = false;
+  std::vector<std::string> problems_;
+  std::map<std::string, int> struck_;
+};
+
+TEST(RenewalSweep, AllRanksAreThereInTheEnd) {
+  if (!canFork()) GTEST_SKIP() << "threads are left of other tests: run this one by itself";
+  const uint64_t seed = numberIn(std::getenv("MOONCAKE_TEST_SEED"), 1);
+  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_CASES"), 60);
+  const size_t atOnce = numberIn(std::getenv("MOONCAKE_TEST_AT_ONCE"), 3);
+  std::vector<std::unique_ptr<RunningCase>> running;
+  std::map<uint64_t, int> disturbed;
+  std::vector<uint64_t> again;
+  std::map<std::string, int> struck;
+  uint64_t next = 0, done = 0;
+  int failures = 0;
+  const auto began = Clock::now();
+  while (done < count && failures < 5) {
+    while (running.size() < atOnce && (next < count || !again.empty())) {
+      uint64_t chosen = seed + next;
+      if (again.empty()) {
+        ++next;
+      } else {
+        chosen = again.back();
+        again.pop_back();
+      }
+      running.push_back(std::make_unique<RunningCase>(drawCase(chosen), count == 1));
+    }
+    for (auto& one : running) {
+      if (!one->look()) continue;
+      if (count == 1) std::cout << describe(one->played()) << '\n' << one->story();
+      for (const auto& [point, times] : one->struck()) struck[point] += times;
+      if (one->isDisturbed() && ++disturbed[one->played().seed] < 3) {
+        again.push_back(one->played().seed);
+      } else {
+        ++done;
+        std::string all;
+        for (const auto& problem : one->problems()) all += problem + "\n";
+        if (!all.empty()) {
+          ++failures;
+          ADD_FAILURE() << describe(one->played()) << '\n' << all << one->story();
+        }
+      }
+      one.reset();
+    }
+    std::erase(running, nullptr);
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+  }
+  std::cout << done << " cases from seed " << seed << " in "
+            << std::chrono::duration<double>(Clock::now() - began).count() << " s; "
+            << disturbed.size() << " were run again; struck at";
+  for (const auto& [point, times] : struck) std::cout << ' ' << point << ": " << times << ';';
+  std::cout << '\n';
+}
+
+}  // namespace
+}  // namespace mooncake::test
