@@ -682,8 +682,8 @@ class RunningCase {
 TEST(RenewalSweep, AllRanksAreThereInTheEnd) {
   if (!canFork()) GTEST_SKIP() << "threads are left of other tests: run this one by itself";
   const uint64_t seed = numberIn(std::getenv("MOONCAKE_TEST_SEED"), 1);
-  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_CASES"), 60);
-  const size_t atOnce = numberIn(std::getenv("MOONCAKE_TEST_AT_ONCE"), 3);
+  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_CASES"), 80);
+  const size_t atOnce = numberIn(std::getenv("MOONCAKE_TEST_AT_ONCE"), 1);
   std::vector<std::unique_ptr<RunningCase>> running;
   std::map<uint64_t, int> disturbed;
   std::vector<uint64_t> again;
