@@ -175,7 +175,7 @@ bool GroupLine::isVoid(const Preparation& one, const std::vector<bool>& active) 
          });
 }
 
-// The successor that this rank wishes for if it wishes for one: that of the lowest proposer.
+// The successor that this rank wishes for if it wishes for one: the lowest proposer's.
 GroupLine::Preparations::iterator GroupLine::living(const std::vector<bool>& active) {
   auto best = preparations_.end();
   for (auto one = preparations_.begin(); one != preparations_.end(); ++one) {
@@ -192,10 +192,11 @@ GroupLine::Preparations::iterator GroupLine::living(const std::vector<bool>& act
 void GroupLine::propose(const std::vector<Newcomer>& newcomers) {
   const auto group = current();
   if (isNewcomer() || proposerOf(*group) != options_.group.rank) return;
+  const std::vector<bool> active = activeOf(*group);
   for (const Newcomer& newcomer : newcomers) {
     if (!members_.isLiving(newcomer)) return;
+    if (active[size_t(newcomer.rank)]) return;  // it is in: the member that asks is behind
   }
-  const std::vector<bool> active = activeOf(*group);
   LineMessage word{.kind = LineMessage::Kind::kPrepare};
   {
     Lock lock(mutex_);
@@ -334,7 +335,7 @@ void GroupLine::wishFor(uint64_t digest) {
   if (wished) wished->renewal().wishFor(digest);
 }
 
-// Returns its digest; 0: there is none yet. `before`: what was wished for last.
+// Returns its digest; 0: there is none yet. `before`: of the last wish.
 uint64_t GroupLine::wishForLiving(const Group& group, uint64_t before) {
   const std::vector<bool> active = activeOf(group);
   uint64_t digest;

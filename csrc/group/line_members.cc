@@ -26,7 +26,6 @@ bool LineMembers::isLiving(const Newcomer& newcomer) const {
 void LineMembers::tell(int rank, const LineMessage& message) const {
   const int jobRank = jobRanks_[size_t(rank)];
   const auto peer = job_->peer(jobRank);
-
   if (peer && job_->view().active.contains(jobRank))
     (void)job_->engine().send(*peer, topic_, encodeLineMessage(message));
 }
@@ -43,7 +42,7 @@ Result<uint64_t> LineMembers::digestOf(const Successor& successor) const {
   return std::max<uint64_t>(topics->first, 1);
 }
 
-// The job's roster without those that are no members: a process that was replaced meanwhile, or has
+// The job's roster without processes that are no members: one that was replaced meanwhile, or has
 // joined the job and is not ready.
 std::shared_ptr<const Roster> LineMembers::rosterOf(const Successor& successor) const {
   auto roster = std::make_shared<Roster>(*job_->roster());

@@ -21,8 +21,8 @@ struct Newcomer {
 // The next series of a line, as the members name it to each other.
 struct Successor {
   uint32_t series = 0;  // number; a line's first one has 1
-  // The rank that has proposed it, and which of that rank's proposals it is. What a member has given
-  // up is never made again: a later proposal of the same newcomers has another number.
+  // The rank that has proposed it, and which of that rank's proposals it is. A successor that a
+  // member has given up is never made again: a later proposal of the same newcomers has another number.
   int proposer = 0;
   uint32_t number = 0;
   // Its members: the newcomers, and the processes that are ranks of the job since this term or

@@ -10,7 +10,7 @@
 namespace mooncake {
 
 // A thread that makes the successor of a series, beside the operations of the series. One per
-// successor: what two members make in different orders would wait for each other in one thread.
+// successor: in one thread, two that members make in different orders would wait for each other.
 class SuccessorMaker {
  public:
   // `make` returns soon once the signal is set.

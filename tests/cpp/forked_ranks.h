@@ -136,7 +136,7 @@ class ForkedChild {
   }
 
   enum class Event { kNone, kStopped, kEnded };
-  // The destructor takes the ended process away: while others look at it in /proc, that may take
+  // The destructor takes the ended process away: while peers look at it in /proc, that may take
   // seconds.
   Event look() {
     if (pid_ <= 0 || hasEnded_) return Event::kNone;

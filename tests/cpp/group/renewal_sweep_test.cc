@@ -2,7 +2,7 @@
 // members while they take one in, and those that came afterwards. In the end each rank is held by a
 // living process, all of them have seen the same operations, and no operation was lost or done twice.
 // Environment variables:
-//   MOONCAKE_TEST_CASES    number of cases; 1 prints what happened
+//   MOONCAKE_TEST_CASES    number of cases; 1 prints the story
 //   MOONCAKE_TEST_SEED     seed of the first case
 //   MOONCAKE_TEST_AT_ONCE  number of cases that run side by side
 #include <algorithm>
@@ -165,7 +165,7 @@ struct Life {
   std::atomic<bool> isIn;
   std::atomic<ErrorCode> standing;  // at its end
   Entry log[kMostEntries];
-  char broken[400];  // what went wrong
+  char broken[400];  // the first error
 };
 
 struct CaseMemory {
@@ -175,7 +175,7 @@ struct CaseMemory {
   Life lives[kMostSize][kMostLives];
 };
 
-// What each rank gives to an allgather: a head, then words that follow from it.
+// A rank's part of an allgather: a head, then words that follow from it.
 struct Head {
   uint64_t rank, life, count, turn, ready, ends;
 };
@@ -418,7 +418,7 @@ class Process {
     return words;
   }
 
-  // Returns what is wrong with the parts. `heads`: the largest of each.
+  // Returns the first fault of the parts. `heads`: the largest of each.
   std::string look(const std::vector<uint64_t>& all, uint32_t contributors, Head& heads) {
     const size_t words = kHead + case_.words;
     for (size_t r = 0; r < size_t(case_.size); ++r) {
@@ -650,7 +650,7 @@ class RunningCase {
       }
     }
   }
-  // What a dead process alone has seen to end does not bind the others.
+  // The last operation of a dead process, which may have seen its end alone, does not bind the rest.
   void compare(std::map<uint64_t, Entry>& known, int r, int life, bool isBinding) {
     const Life& one = memory_->lives[r][life];
     const std::string name = "rank " + std::to_string(r) + "." + std::to_string(life);
