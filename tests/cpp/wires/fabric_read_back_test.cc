@@ -7,6 +7,14 @@
 namespace mooncake::testing {
 namespace {
 
+// Which bytes go by cards, how many reads follow the writes, and when bytes land, depends on the pace
+// of card and processor. A sanitizer changes it; the data are looked at all the same.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsAtPace = false;
+#else
+constexpr bool kIsAtPace = true;
+#endif
+
 constexpr SimOdds kNothing{.failed = 0, .late = 0, .lost = 0, .storm = 0, .death = 0};
 constexpr SimOdds kFaults{.failed = 60, .late = 15, .lost = 60, .storm = 50, .death = 200};
 constexpr size_t kEach = 32 << 10;
@@ -96,7 +104,7 @@ TEST_F(FabricReadBack, ByCardsAWriteEndsWithItsBytes) {
     ASSERT_TRUE(arrives(0, bytes)) << i;
     all += bytes;
   }
-  EXPECT_EQ(moved() - before, all);
+  if (kIsAtPace) EXPECT_EQ(moved() - before, all);
 }
 
 // The memory lands bytes behind their completion, as the other tests assume.
@@ -104,7 +112,8 @@ TEST_F(FabricReadBack, WithoutItBytesAreMissing) {
   open({}, kRemoteWrite);
   ASSERT_TRUE(isByCards());
   fill(1);
-  EXPECT_FALSE(arrives(0, here->bytes.size()));
+  const bool areThere = arrives(0, here->bytes.size());
+  if (kIsAtPace) EXPECT_FALSE(areThere);
   EXPECT_TRUE(eventually([&] {
     return std::memcmp(there->bytes.data(), here->bytes.data(), there->bytes.size()) == 0;
   }));
@@ -125,7 +134,7 @@ TEST_F(FabricReadBack, OneReadStandsForManyWrites) {
   }
   EXPECT_EQ(endOf(completion), ErrorCode::kOk);
   EXPECT_EQ(there->bytes, here->bytes);
-  EXPECT_LT(carried() - before, writes + writes / 2);
+  if (kIsAtPace) EXPECT_LT(carried() - before, writes + writes / 2);
 }
 
 // Reads fail, too. Their writes are made once more.
