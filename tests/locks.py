@@ -41,6 +41,7 @@ EXCEPTIONS = {
     "csrc/collectives/progress_lock.h mutex_": "inside a lock that is checked itself",
     "csrc/engine/connections.h callMutex_": "one callAll() at a time",
     "csrc/engine/peers/outbox.h sendingMutex_": "one flush() at a time",
+    "csrc/group/group_line.h readiness_": "a rank is not said to be ready once it gives up",
     "csrc/group/state_signal.cc one": "one describeStatesOnSignal() at a time",
     "csrc/wires/cards/fabric_channel.h fenceMutex_": "one fence() at a time",
     "csrc/wires/cards/message_parts.h sendMutex_": "the parts of two messages are not mixed",
