@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 
 import harness
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -136,6 +137,74 @@ def test_messages_to_a_rank_that_was_lost():
         crew.kill(1)
         crew.board.set("killed")
         crew.replace(1, messages)
+        crew.results()
+
+
+# ---- calls with parts for the survivors only
+
+
+def gathered(me: harness.Rank, ranks: int, count: int) -> None:
+    """Collectives whose buffers have parts for that many ranks, the first ones: all that live."""
+    input = torch.full((count,), 2.0**me.rank)
+    expected = (2.0 ** torch.arange(ranks)).repeat_interleave(count)
+    whole = torch.full((ranks * count,), -1.0)
+    dist.all_gather_into_tensor(whole, input)
+    assert torch.equal(whole, expected)
+    parts = [torch.full((count,), -1.0) for _ in range(ranks)]
+    dist.all_gather(parts, input)
+    assert torch.equal(torch.cat(parts), expected)
+
+    given = torch.arange(ranks * count).float() * (me.rank + 1)
+    of_all = torch.arange(ranks * count).float() * sum(range(1, ranks + 1))
+    expected = of_all[me.rank * count :][:count]
+    mine = torch.zeros(count)
+    dist.reduce_scatter_tensor(mine, given)
+    assert torch.equal(mine, expected)
+    mine = torch.zeros(count)
+    dist.reduce_scatter(mine, list(given.chunk(ranks)))
+    assert torch.equal(mine, expected)
+
+
+def refused_calls(me: harness.Rank, count: int):
+    """Calls without parts for the last rank, which is there."""
+    parts = list(torch.zeros(me.size - 1, count))
+    one = torch.ones(count)
+    yield lambda: dist.all_gather_into_tensor(torch.cat(parts), one)
+    yield lambda: dist.all_gather(parts, one)
+    yield lambda: dist.reduce_scatter_tensor(one, torch.cat(parts))
+    yield lambda: dist.reduce_scatter(one, parts)
+
+
+def with_fewer_parts(me: harness.Rank, count: int):
+    comes = "MOONCAKE_REJOIN" in os.environ
+    begin(me)
+    world = dist.group.WORLD
+    last = me.size - 1
+    if comes:
+        pg.join_group(world)
+    else:
+        gathered(me, me.size, count)
+        for call in refused_calls(me, count):
+            kind, text = harness.raised(call)
+            assert kind == "DistBackendError"
+            assert harness.ranks_in(text) >= set(range(me.size))
+            assert "parts for 3 ranks without the caller" in text
+        me.board.set(f"began-{me.rank}")
+        if me.rank == last:
+            me.board.wait("never")
+        gathered(me, last, count)
+        harness.until(lambda: pg.get_peer_state(world, [last]) == [True], "a newcomer")
+        assert pg.recover_ranks(world, [last]).status is pg.ProposalStatus.Applied
+    gathered(me, me.size, count)
+
+
+@pytest.mark.parametrize("count", [2, 1 << 18])
+def test_parts_for_the_survivors_only(count):
+    with harness.Crew(SIZE, backend=None) as crew:
+        crew.start(with_fewer_parts, count)
+        crew.board.wait_all("began", range(SIZE))
+        crew.kill(SIZE - 1)
+        crew.replace(SIZE - 1, with_fewer_parts, count)
         crew.results()
 
 

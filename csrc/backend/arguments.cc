@@ -147,6 +147,13 @@ void checkOutput(const at::Tensor& tensor, const char* what) {
   refuseOwnOverlap(tensor, what);
 }
 
+int partsIn(const at::Tensor& whole, const at::Tensor& part, int size, const std::string& message) {
+  const int64_t all = whole.numel(), each = part.numel();
+  if (all == each * size) return size;
+  if (all == 0 || each == 0 || all % each != 0 || all / each > size) refuse(message);
+  return static_cast<int>(all / each);
+}
+
 void refuseOwnOverlap(const at::Tensor& tensor, const char* what) {
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
     refuse(std::string(what) + " has several elements in one place: use clone()");
@@ -162,23 +169,27 @@ std::string roleIn(const char* operation, const char* role) {
   return std::string("an ") + role + " of " + operation;
 }
 
-void checkList(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
+void checkList(const std::vector<at::Tensor>& tensors, const at::Tensor& like,
                const char* operation, const char* role) {
-  if (tensors.size() != size_t(size)) {
-    refuse(std::string(operation) + " needs one " + role + " tensor for each of the " +
-           std::to_string(size) + " ranks, not " + std::to_string(tensors.size()));
-  }
   for (const at::Tensor& tensor : tensors) {
     throwIfError(checkTensor(tensor, roleIn(operation, role).c_str()));
     checkSameType(tensor, like, operation);
   }
 }
 
+void checkNumber(const std::vector<at::Tensor>& tensors, int size, bool isRight,
+                 const char* operation, const char* role) {
+  if (isRight) return;
+  refuse(std::string(operation) + " needs one " + role + " tensor for each of the " +
+         std::to_string(size) + " ranks, not " + std::to_string(tensors.size()));
+}
+
 }  // namespace
 
 void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
                      const char* operation, const char* role) {
-  checkList(tensors, like, size, operation, role);
+  checkNumber(tensors, size, tensors.size() == size_t(size), operation, role);
+  checkList(tensors, like, operation, role);
   for (const at::Tensor& tensor : tensors) {
     if (tensor.numel() != like.numel()) {
       refuse(roleIn(operation, role) + " has the shape " + sizesOf(tensor) +
@@ -189,7 +200,10 @@ void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& l
 
 void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
                    int size, const char* operation, const char* role) {
-  checkList(tensors, own, size, operation, role);
+  const size_t parts = tensors.size();
+  checkNumber(tensors, size, parts > 0 && parts <= size_t(size), operation, role);
+  if (parts < size_t(size)) return checkOnePerRank(tensors, own, int(parts), operation, role);
+  checkList(tensors, own, operation, role);
   const at::Tensor& ours = tensors[size_t(rank)];
   if (ours.numel() != own.numel()) {
     refuse(roleIn(operation, role) + ", the one of this rank " + std::to_string(rank) +

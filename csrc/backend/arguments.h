@@ -49,13 +49,17 @@ void checkSameType(const at::Tensor& output, const at::Tensor& input, const char
 void checkOutput(const at::Tensor& tensor, const char* what);
 // Refuses a tensor with two elements in one place. The device does not matter.
 void refuseOwnOverlap(const at::Tensor& tensor, const char* what);
+// Number of ranks for which `whole` has a part as large as `part`: all, or the first ones. In a call
+// without parts for the last ranks these must be lost. Refuses other sizes with `message`.
+int partsIn(const at::Tensor& whole, const at::Tensor& part, int size, const std::string& message);
 // Checks a tensor that the operation writes on some ranks only.
 void checkUsed(const at::Tensor& tensor, bool isWritten, const char* what);
 // Checks a list with one tensor for each rank: all have the type of `like`, and its number of
 // elements.
 void checkOnePerRank(const std::vector<at::Tensor>& tensors, const at::Tensor& like, int size,
                      const char* operation, const char* role);
-// The same, but the tensors of other ranks may have any size. Ours must have the size of `own`.
+// The same, but the tensors of other ranks may have any size. Ours must have the size of `own`. There
+// may be tensors for the first ranks only, as in partsIn(): then all must have its size.
 void checkEachRank(const std::vector<at::Tensor>& tensors, const at::Tensor& own, int rank,
                    int size, const char* operation, const char* role);
 // Returns the number of elements that all_to_all_single sends to, or gets from, each rank.

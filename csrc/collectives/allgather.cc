@@ -24,6 +24,7 @@ class AllgatherEager final : public Algorithm {
   }
   Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
+    if (size_t(op.rank()) * inputs_.size() >= outputs_.size()) return op.agreeNoPart();
     const size_t bytes = packedBytes(inputs_);
     for (const int r : op.ranks()) {
       auto payload = op.payloadOf(r, bytes);
@@ -35,7 +36,7 @@ class AllgatherEager final : public Algorithm {
         given += aligned(output.size());
       }
     }
-    zeroMissing(op, outputs_);
+    zeroMissing(op, outputs_, inputs_.size());
     return op.commit();
   }
 
@@ -56,6 +57,7 @@ class AllgatherRendezvous final : public Algorithm {
     // Nothing is written to the outputs before all calls are known to agree.
     MOONCAKE_TRY(op.awaitAllBegun());
     const size_t count = inputs_.size();
+    if (size_t(op.rank()) * count >= outputs_.size()) return op.agreeNoPart();
     for (size_t i = 0; i < count; ++i) {
       const Span input = inputs_[i].data, output = outputs_[size_t(op.rank()) * count + i];
       if (output.data() != input.data() && !input.empty())
@@ -72,7 +74,7 @@ class AllgatherRendezvous final : public Algorithm {
     return fetches.await();
   }
   Status complete(Operation& op) override {
-    zeroMissing(op, outputs_);
+    zeroMissing(op, outputs_, inputs_.size());
     return op.commitDone();
   }
   void rollBack(Operation&, Rollback) override { regions_.clear(); }
@@ -103,7 +105,8 @@ size_t mostGatheredInSlots(const Group& group, size_t inputs) {
 Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline) {
   if (packedBytes(inputs) > mostGatheredInSlots(group, inputs.size()))
     MOONCAKE_TRY(checkTableOf(group, inputs.size()));
-  const Call call = callOf({.verb = Verb::kAllgather}, inputs);
+  const Call call = callForParts(callOf({.verb = Verb::kAllgather}, inputs), group,
+                                 outputs.size() / inputs.size());
   return allgatherPiece(group, call, inputs, outputs, deadline);
 }
 
@@ -111,7 +114,8 @@ Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, D
                  Deadline deadline, InputFeed* feed) {
   const Buffer buffer = readOnly(input, dtype);
   if (!feed) return allgather(group, Buffers(&buffer, 1), outputs, deadline);
-  const Call call = callOf({.verb = Verb::kAllgather}, Buffers(&buffer, 1));
+  const Call call =
+      callForParts(callOf({.verb = Verb::kAllgather}, Buffers(&buffer, 1)), group, outputs.size());
   return runFed(group, call, *feed, input.size(), fedPieceBytes(input.size()), OnLoss::kRunAgain,
                 [&](const Call& each, size_t begin, size_t bytes) {
                   const Buffer piece{buffer.data.subspan(begin, bytes), dtype};

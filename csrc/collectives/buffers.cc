@@ -19,6 +19,13 @@ Call callOf(Call call, Buffers buffers) {
   return call;
 }
 
+Call callForParts(Call call, const Group& group, size_t parts) {
+  if (parts == size_t(group.size())) return call;
+  call.root = int32_t(parts);
+  call.isBeyond = size_t(group.rank()) >= parts;
+  return call;
+}
+
 size_t packedBytes(Buffers buffers) {
   size_t bytes = 0;
   for (const Buffer& buffer : buffers) bytes = aligned(bytes) + buffer.data.size();

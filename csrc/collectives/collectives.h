@@ -53,6 +53,7 @@ Status reduce(Group& group, Span data, Reduction reduction, int root, Deadline d
 Status allgather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype,
                  Deadline deadline, InputFeed* feed = nullptr);
 // outputs[r * inputs.size() + i] becomes rank r's inputs[i].
+// There may be outputs for the first ranks only. If a rank beyond them takes part, the call fails.
 Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, Deadline deadline);
 // Most bytes of that many inputs, packed, that are exchanged in slots. The limit is higher for a
 // list than for a single input. To be fetched, the short inputs of a list are copied together and
@@ -68,7 +69,7 @@ Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DTy
                Deadline deadline, InputFeed* feed = nullptr);
 
 // Input: n parts of the output's length, one for each rank. Output: the reduction of all ranks'
-// parts for this rank.
+// parts for this rank. There may be parts for the first ranks only, as in allgather().
 Status reduceScatter(Group& group, ConstSpan input, Span output, Reduction reduction,
                      Deadline deadline, InputFeed* feed = nullptr);
 // Inputs: one such input for each output, or n for each output, which are its parts. A feed is for

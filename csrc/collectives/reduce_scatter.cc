@@ -14,10 +14,11 @@ namespace {
 
 class ReduceScatter : public Algorithm {
  public:
-  ReduceScatter(Buffers inputs, Buffers outputs, ReduceKind kind)
-      : inputs_(inputs), outputs_(outputs), kind_(kind) {}
+  ReduceScatter(Buffers inputs, Buffers outputs, size_t parts, ReduceKind kind)
+      : inputs_(inputs), outputs_(outputs), parts_(parts), kind_(kind) {}
 
  protected:
+  bool hasPart(const Operation& op) const { return size_t(op.rank()) < parts_; }
   // Place of this rank's part of input `output`: the buffer, and the offset in it.
   struct Place {
     size_t buffer;
@@ -26,11 +27,12 @@ class ReduceScatter : public Algorithm {
   Place placeOf(const Operation& op, size_t output) const {
     if (inputs_.size() == outputs_.size())
       return {output, size_t(op.rank()) * outputs_[output].data.size()};
-    return {output * size_t(op.size()) + size_t(op.rank()), 0};
+    return {output * parts_ + size_t(op.rank()), 0};
   }
 
   const Buffers inputs_;
   const Buffers outputs_;
+  const size_t parts_;
   const ReduceKind kind_;
 };
 
@@ -44,6 +46,7 @@ class ReduceScatterEager final : public ReduceScatter {
   }
   Status complete(Operation& op) override {
     MOONCAKE_TRY(op.awaitAllBegun());
+    if (!hasPart(op)) return op.agreeNoPart();
     const auto sources = op.group().sources().first(op.ranks().size());
     const size_t bytes = packedBytes(inputs_);
     size_t buffer = 0, start = 0;  // start of the buffer in the payload
@@ -72,6 +75,7 @@ class ReduceScatterRendezvous final : public ReduceScatter {
     if (!table.ok()) return table.error();
     MOONCAKE_TRY(op.begin(*table));
     MOONCAKE_TRY(op.awaitAllBegun());
+    if (!hasPart(op)) return op.agreeNoPart();
     std::vector<Segment> segments;
     for (size_t i = 0; i < outputs_.size(); ++i) {
       const Place place = placeOf(op, i);
@@ -93,15 +97,25 @@ class ReduceScatterRendezvous final : public ReduceScatter {
 Status reducePiece(Group& group, const Call& call, Buffers inputs, Buffers outputs,
                    Deadline deadline) {
   Operation op(group, call, deadline);
+  const size_t parts = call.root < 0 ? size_t(group.size()) : size_t(call.root);
   if (packedBytes(inputs) <= group.eagerBytes()) {
-    ReduceScatterEager eager(inputs, outputs, call.reduce);
+    ReduceScatterEager eager(inputs, outputs, parts, call.reduce);
     return op.run(eager);
   }
-  ReduceScatterRendezvous rendezvous(inputs, outputs, call.reduce);
+  ReduceScatterRendezvous rendezvous(inputs, outputs, parts, call.reduce);
   return op.run(rendezvous);
 }
 
-// The parts of all ranks, each as a buffer of its own.
+// Number of ranks for which the inputs have parts. Where all are empty: all ranks.
+size_t partsIn(Buffers inputs, Buffers outputs, size_t size) {
+  if (inputs.size() != outputs.size()) return inputs.size() / outputs.size();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].data.empty()) return inputs[i].data.size() / outputs[i].data.size();
+  }
+  return size;
+}
+
+// The parts of the ranks, each as a buffer of its own.
 std::vector<Buffer> partsOf(Buffers inputs, const Buffer& output, size_t size) {
   if (inputs.size() == size) return {inputs.begin(), inputs.end()};
   std::vector<Buffer> parts;
@@ -117,11 +131,13 @@ Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind k
                      Deadline deadline, InputFeed* feed) {
   for (const Buffer& output : outputs) MOONCAKE_TRY(checkReduction({output.dtype, kind}));
   if (packedBytes(inputs) > group.eagerBytes()) MOONCAKE_TRY(checkTableOf(group, inputs.size()));
-  Call call = callOf({.verb = Verb::kReduceScatter, .reduce = kind}, outputs);
+  const size_t count = partsIn(inputs, outputs, size_t(group.size()));
+  Call call =
+      callForParts(callOf({.verb = Verb::kReduceScatter, .reduce = kind}, outputs), group, count);
   if (inputs.size() > 1) call.tensors = uint32_t(inputs.size());
   if (!feed) return reducePiece(group, call, inputs, outputs, deadline);
   const Buffer& output = outputs[0];
-  const std::vector<Buffer> parts = partsOf(inputs, output, size_t(group.size()));
+  const std::vector<Buffer> parts = partsOf(inputs, output, count);
   MOONCAKE_TRY(checkTableOf(group, parts.size()));
   const size_t most = fedPieceBytes(output.data.size(), parts.size());
   return runFed(group, call, *feed, output.data.size(), most, OnLoss::kRunAgain,

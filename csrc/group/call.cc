@@ -36,7 +36,12 @@ std::string describeCall(const Call& call) {
   const bool reduces = call.verb == Verb::kAllreduce || call.verb == Verb::kReduce ||
                        call.verb == Verb::kReduceScatter;
   if (reduces) text += std::string(", ") + reduceName(call.reduce);
-  if (call.root >= 0) text += ", root " + std::to_string(call.root);
+  if (call.root >= 0 && (call.verb == Verb::kAllgather || call.verb == Verb::kReduceScatter)) {
+    text += ", parts for " + std::to_string(call.root) + " ranks" +
+            (call.isBeyond ? " without the caller" : "");
+  } else if (call.root >= 0) {
+    text += ", root " + std::to_string(call.root);
+  }
   return text + ")";
 }
 

@@ -61,7 +61,10 @@ struct Call {
   // Further operations of the same call follow this one, if it ends well. Then no series closes
   // behind it (group/renewal.h).
   uint8_t goesOn : 1 = 0;
-  int32_t root = -1;  // -1: the verb has none
+  uint8_t isBeyond : 1 = 0;  // the caller is none of the `root` first ranks, see there
+  // -1: the verb has none. all_gather and reduce_scatter: the number of ranks, from 0 on, for which
+  // the buffers have parts; -1: for all. The call fails if a rank beyond them takes part.
+  int32_t root = -1;
   // Elements per rank. 0 for alltoall: its splits are checked pair by pair. Dispatch and combine:
   // channels of a token, or bytes of its row.
   uint64_t count : 46 = 0;

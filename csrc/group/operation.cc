@@ -429,6 +429,12 @@ Status Operation::agreeRootLost(int root) {
                                           ". Call it again with a root that is active"});
 }
 
+Status Operation::agreeNoPart() {
+  return agree({ErrorCode::kInvalidArgument,
+                "the buffers have parts for the first " + std::to_string(call_.root) +
+                    " ranks only, and none of them is active: give " + std::to_string(size())});
+}
+
 std::vector<int> Operation::others() const {
   std::vector<int> others = ranks();
   const auto self = std::ranges::lower_bound(others, rank());
@@ -545,10 +551,9 @@ void copyForPeers(std::byte* to, std::span<const std::byte> from) {
   if (!from.empty()) std::memcpy(to, from.data(), from.size());
 }
 
-void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs) {
+void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs, size_t each) {
   if (op.ranks().size() == size_t(op.size())) return;
-  const size_t each = outputs.size() / size_t(op.size());
-  for (int r = 0; r < op.size(); ++r) {
+  for (int r = 0; size_t(r) * each < outputs.size(); ++r) {
     if (op.takesPart(r)) continue;
     for (const auto output : outputs.subspan(size_t(r) * each, each))
       std::ranges::fill(output, std::byte{});

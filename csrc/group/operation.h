@@ -131,6 +131,8 @@ class Operation {
   // published slots. Returns the error. The group goes on.
   Status agree(Error error);
   Status agreeRootLost(int root);
+  // The buffers of the call have no part for this rank, nor for any that takes part.
+  Status agreeNoPart();
 
   // kInterrupted: this attempt must stop. Other errors: the group has ended. Long work that does
   // not wait asks now and then.
@@ -207,8 +209,9 @@ Status Operation::waitUntil(IsReady isReady) {
 // A copy past the cache takes 2 us, and the other cores then read the data in 4 us.
 void copyForPeers(std::byte* to, std::span<const std::byte> from);
 
-// Fills the outputs of ranks that do not take part with zeros, so that no old contents stay. The
-// outputs of a rank are consecutive in `outputs`.
-void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs);
+// Fills the outputs of ranks that do not take part with zeros, so that no old contents stay. `each`:
+// outputs of a rank, which are consecutive in `outputs`.
+void zeroMissing(const Operation& op, std::span<const std::span<std::byte>> outputs,
+                 size_t each = 1);
 
 }  // namespace mooncake

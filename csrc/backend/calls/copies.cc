@@ -73,17 +73,14 @@ HostRun allgatherOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& input = onlyTensor(call.input().list(), name);
   throwIfError(checkTensor(input, call.input().what));
-  const TensorLists& lists = call.output().lists;
-  if (lists.size() != 1 || lists[0].size() != size_t(group.size())) {
-    refuse("all_gather needs one output tensor for each of the " + std::to_string(group.size()) +
-           " ranks, not " + std::to_string(lists.empty() ? 0 : lists[0].size()));
-  }
-  const Tensors& outputs = lists[0];
+  const Tensors& outputs = onlyList(call.output().lists, name);
   checkEachRank(outputs, input, group.rank(), group.size(), name, "output");
   checkApart(outputs, call.output().what);
   std::vector<Flat> out = flatten(outputs);
   if (!areAlike(outputs)) return unevenAllgather(call, std::move(out));
-  Flat in = inputsBeside(call.input().list(), placesOf(out), group.rank())[0];
+  Flat in(input);
+  if (size_t(group.rank()) < out.size())
+    in = inputsBeside(call.input().list(), placesOf(out), group.rank())[0];
   return [in = std::move(in), out = std::move(out), dtype = typeOf(input, name),
           timeout = call.timeout](Group& series, InputFeed* feed) {
     Status status =
@@ -134,15 +131,17 @@ HostRun allgatherBaseOnHost(const Collective& call, const Group& group) {
   checkOutput(output, call.output().what);
   throwIfError(checkTensor(input, call.input().what));
   checkSameType(output, input, name);
-  if (output.numel() != input.numel() * size) {
-    refuse("all_gather_into_tensor: the output " + sizesOf(output) + " must hold " +
-           std::to_string(size) + " times the input " + sizesOf(input));
-  }
+  const int parts =
+      partsIn(output, input, size,
+              "all_gather_into_tensor: the output " + sizesOf(output) + " must hold " +
+                  std::to_string(size) + " times the input " + sizesOf(input));
   const Flat out(output);
-  Flat in = inputsBeside(call.input().list(), partsOf(out.place(), size), group.rank())[0];
-  return [in = std::move(in), out, dtype = typeOf(input, name), timeout = call.timeout](
+  Flat in(input);
+  if (group.rank() < parts)
+    in = inputsBeside(call.input().list(), partsOf(out.place(), parts), group.rank())[0];
+  return [in = std::move(in), out, parts, dtype = typeOf(input, name), timeout = call.timeout](
              Group& series, InputFeed* feed) {
-    Status status = allgather(series, in.bytes(), partsOf(out.bytes(), series.size()), dtype,
+    Status status = allgather(series, in.bytes(), partsOf(out.bytes(), parts), dtype,
                               Deadline::after(timeout), feed);
     if (status.ok()) out.copyBack();
     return status;

@@ -158,10 +158,10 @@ HostRun reduceScatterOnHost(const Collective& call, const Group& group) {
   };
 }
 
-InputCut cutReduceScatter(const Collective& call, int size) {
+InputCut cutReduceScatter(const Collective& call, int) {
   const TensorLists& inputs = call.input().lists;
   if (call.output().list().size() != 1 || inputs.size() != 1 || !areAlike(inputs[0])) return {};
-  return cutReduction(*call.op, call.output().tensor(), size_t(size));
+  return cutReduction(*call.op, call.output().tensor(), inputs[0].size());
 }
 
 // Also of reduce_scatter_tensor.
@@ -202,10 +202,9 @@ HostRun reduceScatterBaseOnHost(const Collective& call, const Group& group) {
   checkOutput(output, call.output().what);
   throwIfError(checkTensor(input, call.input().what));
   checkSameType(output, input, name);
-  if (input.numel() != output.numel() * group.size()) {
-    refuse("reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " +
-           std::to_string(group.size()) + " times the output " + sizesOf(output));
-  }
+  partsIn(input, output, group.size(),
+          "reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " +
+              std::to_string(group.size()) + " times the output " + sizesOf(output));
   const Reduction reduction = reductionOf(input, *call.op, name);
   const Flat in = premultiplied(input, *call.op, name);
   return [reduction, in, out = outputBeside(output, std::span(&in, 1)), timeout = call.timeout](
