@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the names that __getattr__ resolves
         set_transfer_engine,
     )
     from mooncake_backend.registration import register
-    from mooncake_backend.replacing import admit
+    from mooncake_backend.replacing import admit, join_token
     from mooncake_backend.training import elastic
 
 __version__ = "0.1.0"
@@ -61,6 +61,7 @@ _HOMES = {
     "get_evidence": "membership",
     "get_failed_ranks_hint": "membership",
     "get_local_success": "membership",
+    "join_token": "replacing",
     "mean_over_contributors": "gradients",
     "register": "registration",
     "set_device_filter": "options",
@@ -88,6 +89,7 @@ __all__ = [
     "get_evidence",
     "get_failed_ranks_hint",
     "get_local_success",
+    "join_token",
     "mean_over_contributors",
     "register",
     "register_at_import",

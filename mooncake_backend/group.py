@@ -18,6 +18,7 @@ from mooncake_backend import distribution, extension
 from mooncake_backend.launcher import notices
 from mooncake_backend.options import MooncakeBackendOptions, env_flag
 from mooncake_backend.registration import BACKENDS
+from mooncake_backend.token import token_in
 
 if TYPE_CHECKING:
     from mooncake_backend._C import MooncakeBackend
@@ -94,9 +95,11 @@ def create_backend(backend_name: str, dist_opts: Any, options: Any = None) -> Mo
     given = chosen.for_group(dist_opts.group_size)
     # A process that has come to replace a rank makes its groups before the members know of it.
     comes = env_flag("MOONCAKE_REJOIN", "0") if world is None else world.is_newcomer
-    given["is_newcomer"] = chosen.is_extension or comes
+    token = token_in(dist_opts.store) if world is None else None
+    given["join_token"] = token
+    given["is_newcomer"] = chosen.is_extension or comes or token is not None
     # Its predecessor may have died before the job began: then the others still wait for this rank.
-    given["may_begin"] = not chosen.is_extension
+    given["may_begin"] = not chosen.is_extension and token is None
     if world is None and not given["is_newcomer"]:
         given["launcher_key"] = notices.key_for(dist_opts.group_rank, dist_opts.group_size)
     backend: MooncakeBackend = native.create_backend(

@@ -3,12 +3,16 @@ code."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from mooncake_backend._C import MooncakeBackend
 
 BACKENDS = {"mooncake": ("cpu", "cuda"), "mooncake-cpu": ("cpu",)}
@@ -23,6 +27,10 @@ def register() -> None:
             dist.Backend.register_backend(
                 name, partial(_create, name), extended_api=True, devices=list(devices)
             )
+            from torch.distributed.rendezvous import register_rendezvous_handler
+
+            with suppress(RuntimeError):  # it is there already
+                register_rendezvous_handler("mooncake", _rendezvous)
 
 
 def _create(
@@ -33,3 +41,9 @@ def _create(
 
     objects.read_lost_parts_as_none()
     return create_group(backend_name, dist_opts, options)
+
+
+def _rendezvous(url: str, **given: Any) -> Iterator[tuple[Store, int, int]]:
+    from mooncake_backend import token
+
+    return token.rendezvous(url, **given)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from mooncake_backend.group import backend_of
+from mooncake_backend.token import text_of
 
 # How long recover_ranks() waits for a process that has not called join_group() yet, in seconds.
 READY_WITHIN = 20.0
@@ -71,6 +72,15 @@ def join_group(group: Any) -> None:
     RuntimeError: nobody let it in, or it is in already."""
     _refuse_in_capture("join_group")
     backend_of(group).join_group()
+
+
+def join_token(group: Any) -> str:
+    """Text by which a new process finds the job, without its store: addresses of this rank and of
+    up to three other active ones, and no secret. So the job must have been given its key:
+    MOONCAKE_JOB_KEY. A token is good as long as one of these ranks lives. It fits into a URL.
+
+    RuntimeError: the key came from the store; the rank is out of the job."""
+    return text_of(backend_of(group).join_token())
 
 
 def admit(group: Any) -> list[int]:

@@ -40,6 +40,12 @@ void GroupFacts::checkStanding() const {
   if (group_.isOpen()) throwIfError(group_.job().membership()->standing());
 }
 
+JoinToken GroupFacts::joinToken() const {
+  group_.refuseInForkedChild();
+  if (!group_.isOpen()) throwError({ErrorCode::kAborted, "the process group was destroyed"});
+  return group_.job().joinToken();
+}
+
 std::string GroupFacts::state() const {
   group_.refuseInForkedChild();
   return describeState(*group_.group());

@@ -29,6 +29,7 @@ class GroupFacts {
   const char* onFailure() const { return group_.options().raises ? "raise" : "continue"; }
   // Throws the error of every later call, if this rank is out of the job.
   void checkStanding() const;
+  JoinToken joinToken() const;  // see Job::joinToken(); throws
   // Describes the state of the group in words: see describeState().
   std::string state() const;
   // "shm", "tcp", ...: the wire to a rank.

@@ -19,8 +19,10 @@ namespace {
 // Rank 0 may live on, and its store, too: they are not waited for longer than this.
 constexpr auto kRankZeroEnds = std::chrono::milliseconds(200);
 constexpr auto kStoreEnds = std::chrono::milliseconds(50);
-// An attempt to join a job lasts so many failure timeouts.
+// An attempt to join a job lasts so many failure timeouts and a moment: longer than its patience with
+// a rank that is held.
 constexpr int kJoinAgain = 3;
+constexpr std::chrono::seconds kMoment(2);
 
 }  // namespace
 
@@ -30,6 +32,7 @@ Job::Job(int rank, int size, const BackendOptions& options)
       env_(options.env),
       lent_(options.engine),
       launcherKey_(options.launcherKey),
+      token_(options.joinToken),
       mergeMembers_(options.mergeMembers) {}
 
 std::shared_ptr<Engine> Job::makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
@@ -54,7 +57,8 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
     engine_ = lent_;  // an engine of an earlier generation ends before the next one is made
     if (!engine_) engine_ = makeEngine(store, generation->jobKey());
     GroupOptions first = options;
-    first.identity = identityOf(*generation, options);
+    id_ = generation->id();
+    first.identity = identityOf(options);
     auto group = Group::create(engine_, *generation, std::move(first), deadline);
     if (group.ok()) {
       membership_ = (*group)->membership();
@@ -79,8 +83,8 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
   }
 }
 
-JobIdentity Job::identityOf(const Generation& generation, const GroupOptions& group) const {
-  return {.job = generation.id(),
+JobIdentity Job::identityOf(const GroupOptions& group) const {
+  return {.job = id_,
           .mode = group.raises ? "raise" : "continue",
           .options = fnv1a({group.env.eagerBytes, group.mailboxBytes})};
 }
@@ -94,27 +98,50 @@ bool Job::isRunning(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadl
 
 std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
                                  const GroupOptions& options, Deadline deadline) {
-  if (rank_ != 0) rankZeroStore_ = store;
+  std::unique_ptr<Generation> generation;  // null: the token tells
+  JoinToken token;
+  Bytes key;  // of the job
   // The launcher's notices name the rank that this process replaces.
   C10dStore shared(store, deadline, "");
-  const auto generation = Generation::find(shared, rank_, env_.jobKey, deadline);
-  if (!generation.ok()) throwError(shared.explain(generation.error()));
+  if (token_.empty()) {
+    if (rank_ != 0) rankZeroStore_ = store;
+    auto found = Generation::find(shared, rank_, env_.jobKey, deadline);
+    if (!found.ok()) throwError(shared.explain(found.error()));
+    generation = std::move(*found);
+    id_ = generation->id();
+    key = generation->jobKey();
+  } else {
+    auto given = decodeJoinToken(token_);
+    if (!given.ok())
+      throwError({ErrorCode::kInvalidArgument,
+                  "rank " + std::to_string(rank_) + ": " + given.error().message});
+    token = std::move(*given);
+    checkKey("a join token");
+    id_ = token.job;
+    const ByteView own = std::as_bytes(std::span(*env_.jobKey));
+    key.assign(own.begin(), own.end());
+  }
   auto env = MembershipEnv::read();
   if (!env.ok()) throwError(env.error());
   std::optional<Clock::time_point> aloneSince;  // no member has been reached since then
   for (;;) {
-    const auto published = mooncake::published(**generation, Group::kPublished, size_, deadline);
-    if (!published.ok()) throwError(shared.explain(published.error()));
-    JoinOptions asked{.identity = identityOf(**generation, options),
-                      .rank = rank_,
-                      .size = size_,
-                      .failureTimeout = env_.failureTimeout,
-                      .waitsFile = env->waitsFile};
-    for (const Bytes& one : *published) asked.members.push_back(orThrow(Group::endpointIn(one)));
-    engine_ = lent_ ? lent_ : makeEngine(store, (*generation)->jobKey());
+    if (generation) {
+      const auto published = mooncake::published(*generation, Group::kPublished, size_, deadline);
+      if (!published.ok()) throwError(shared.explain(published.error()));
+      token.members.clear();
+      for (const Bytes& one : *published) token.members.push_back(orThrow(Group::endpointIn(one)));
+    }
+    const JoinOptions asked{.identity = identityOf(options),
+                            .members = token.members,
+                            .rank = rank_,
+                            .size = size_,
+                            .failureTimeout = env_.failureTimeout,
+                            .waitsFile = env->waitsFile};
+    engine_ = lent_ ? lent_ : makeEngine(store, key);
     // Members die meanwhile, and other processes come: then a new engine asks again.
-    const Deadline attempt = deadline.earlier(Deadline::after(kJoinAgain * env_.failureTimeout));
-    auto joined = Membership::join(engine_, std::move(asked), attempt);
+    const Deadline attempt =
+        deadline.earlier(Deadline::after(kJoinAgain * env_.failureTimeout + kMoment));
+    auto joined = Membership::join(engine_, asked, attempt);
     if (joined.ok()) {
       membership_ = std::move(*joined);
       break;
@@ -131,14 +158,35 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
   }
   failpoint("joined");
   // Later processes may find no founding member. Without the store, they find none of us either.
-  (void)publishLater(**generation, Group::kPublished, Group::publishedBy(*engine_));
+  if (generation) (void)publishLater(*generation, Group::kPublished, Group::publishedBy(*engine_));
   EngineOptions own{.env = env_, .logName = engine_->logName()};
   own.env.transports = {"inproc"};
-  own.jobKey = (*generation)->jobKey();
+  own.jobKey = key;
   const auto alone = orThrow(Engine::create(std::move(own)));
   alone_ = orThrow(Membership::start(
       alone, {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(size_))}));
   return makeAlone(options, deadline);
+}
+
+void Job::checkKey(const char* what) const {
+  if (env_.jobKey) return;
+  throwError(
+      {ErrorCode::kInvalidArgument,
+       "rank " + std::to_string(rank_) + ": " + what +
+           " holds no secret, so MOONCAKE_JOB_KEY must be set to the job's key, on all ranks "
+           "from the beginning"});
+}
+
+JoinToken Job::joinToken() const {
+  checkKey("a join token");
+  throwIfError(membership_->standing());
+  JoinToken token{.job = id_};
+  const std::vector<Bytes> endpoints = endpointsOf(*membership_);
+  for (size_t i = 0; i < endpoints.size() && token.members.size() < JoinToken::kMostMembers; ++i) {
+    const Bytes& next = endpoints[(size_t(membership_->rank()) + i) % endpoints.size()];
+    if (!next.empty()) token.members.push_back(next);
+  }
+  return token;
 }
 
 std::unique_ptr<Group> Job::makeAlone(GroupOptions options, Deadline deadline) const {

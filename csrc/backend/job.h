@@ -17,6 +17,7 @@
 #include "engine/engine.h"
 #include "engine/rendezvous/generation.h"
 #include "group/group.h"
+#include "membership/join_token.h"
 
 namespace mooncake {
 
@@ -34,7 +35,8 @@ class Job {
   // Whether a job runs that was begun over this store.
   bool isRunning(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline) const;
   // In place of begin(), in a new process: becomes a rank of the job that runs, in place of a lost
-  // one. Returns a group of the job's size that has this rank alone.
+  // one. Finds it by the options' token, else in the store. Returns a group of the job's size that
+  // has this rank alone.
   std::unique_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
                               const GroupOptions& group, Deadline deadline);
   // Of a process that has joined the job: a group of these ranks that has this one alone.
@@ -55,6 +57,9 @@ class Job {
   // the job's peers.
   void sayGoodbye(const Farewell& farewell);
 
+  // The token by which a process finds this job without the store.
+  JoinToken joinToken() const;
+
   // A name for the line of a group of these ranks, the same on all members that make lines in the
   // same order, and of no other line that lives.
   std::string nameLine(const std::string& group, const std::vector<int>& ranks);
@@ -65,7 +70,8 @@ class Job {
   const std::shared_ptr<Membership>& membership() const { return membership_; }
 
  private:
-  JobIdentity identityOf(const Generation& generation, const GroupOptions& group) const;
+  JobIdentity identityOf(const GroupOptions& group) const;
+  void checkKey(const char* what) const;
   std::shared_ptr<Engine> makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
                                      const Bytes& jobKey) const;
 
@@ -74,6 +80,8 @@ class Job {
   const EngineEnv env_;
   const std::shared_ptr<Engine> lent_;
   const std::string launcherKey_;
+  const Bytes token_;  // empty: there is none
+  std::string id_;     // JobIdentity::job
   MergeStore::Members mergeMembers_;  // until begin()
   // For awaitRankZerosExit(). Null on rank 0: its server ends when the program drops the store.
   c10::intrusive_ptr<c10d::Store> rankZeroStore_;

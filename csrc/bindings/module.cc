@@ -164,6 +164,11 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
   if (given("launcher_key")) out.launcherKey = options["launcher_key"].cast<std::string>();
   if (given("is_newcomer")) out.isNewcomer = options["is_newcomer"].cast<bool>();
+  if (given("join_token")) {
+    const auto token = options["join_token"].cast<std::string>();  // of bytes
+    const auto bytes = std::as_bytes(std::span(token));
+    out.joinToken.assign(bytes.begin(), bytes.end());
+  }
   if (given("may_begin")) out.mayBegin = options["may_begin"].cast<bool>();
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
   if (given("on_failure")) out.raises = options["on_failure"].cast<std::string>() == "raise";
@@ -482,6 +487,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(
           "join_group", [](PythonBackend& backend) { backend.replacing().join(); },
           py::call_guard<py::gil_scoped_release>())
+      .def("join_token",
+           [](PythonBackend& backend) {
+             const auto token = mooncake::encodeJoinToken(backend.facts().joinToken());
+             return py::bytes(reinterpret_cast<const char*>(token.data()), token.size());
+           })
       .def_property_readonly("series",
                              [](PythonBackend& backend) { return backend.group().line().series(); })
       .def_property_readonly(

@@ -129,13 +129,10 @@ void Admission::keepEndpoint(const EngineId& from, int rank, const Bytes& endpoi
 void Admission::sendRoster(const EngineId& to) {
   const auto roster = job_.roster();
   const View view = job_.view();
-  std::vector<Bytes> endpoints(size_t(job_.size_));
+  const std::vector<Bytes> endpoints = endpointsOf(job_);
   JobRanks unknown;
   view.active.forEach([&](int rank) {
-    const EngineId& id = roster->term.holders[size_t(rank)]->id;
-    Bytes& endpoint = endpoints[size_t(rank)];
-    endpoint = id == job_.engine_->id() ? job_.engine_->endpoint() : job_.engine_->endpointOf(id);
-    if (endpoint.empty()) unknown.add(rank);
+    if (endpoints[size_t(rank)].empty()) unknown.add(rank);
   });
   if (!unknown.empty()) {
     const JoinRefusal later{JoinRefusal::Reason::kBusy,

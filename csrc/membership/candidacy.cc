@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 #include <unistd.h>
 #include <utility>
 
@@ -24,6 +25,18 @@ std::string hostName() {
   std::array<char, JoinRequest::kMostHost + 1> name{};
   if (::gethostname(name.data(), name.size() - 1) != 0) return "an unknown host";
   return name.data();
+}
+
+// The first of many, each once.
+std::string shortList(const std::vector<std::string>& texts) {
+  constexpr size_t kShown = 3;
+  const std::set<std::string> each(texts.begin(), texts.end());
+  std::string list;
+  size_t count = 0;
+  for (const std::string& text : each) {
+    if (++count <= kShown) list += (list.empty() ? "" : "; ") + text;
+  }
+  return count > kShown ? list + "; and " + std::to_string(count - kShown) + " more" : list;
 }
 
 }  // namespace
@@ -235,7 +248,8 @@ Result<std::shared_ptr<Membership>> Candidacy::run() {
   const auto began = Clock::now();
   const auto patience = 2 * options_.failureTimeout + std::chrono::seconds(1);
   Clock::duration pause = kLeastPause;
-  Clock::time_point reached = began;  // when a member was reached last
+  Clock::time_point reached = began;   // when a member was reached last
+  std::vector<std::string> unreached;  // why each member was not, at first
   for (size_t turn = 0;; ++turn) {
     if (isStopped()) return Error{ErrorCode::kAborted, "joining the job was stopped"};
     if (deadline_.passed()) return timedOut();
@@ -248,10 +262,12 @@ Result<std::shared_ptr<Membership>> Candidacy::run() {
                                 deadline_.earlier(Deadline::after(options_.failureTimeout)), stop_);
     if (!member.ok()) {
       last_ = member.error().message;
+      if (unreached.size() < options_.members.size()) unreached.push_back(last_);
       if (isOffered_) return givesUp();
       if (Clock::now() - reached > std::max(options_.failureTimeout / 10, kReach) &&
           turn + 1 >= options_.members.size())
-        return Error{ErrorCode::kPeerLost, "no member of the job can be reached: " + last_};
+        return Error{ErrorCode::kPeerLost,
+                     "no member of the job can be reached: " + shortList(unreached)};
       continue;
     }
     if (!*member) continue;  // that is this engine

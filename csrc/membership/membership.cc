@@ -161,6 +161,17 @@ void Membership::subscribe(Listener* listener, std::shared_ptr<const Roster> ros
   });
 }
 
+std::vector<Bytes> endpointsOf(const Membership& job) {
+  std::vector<Bytes> endpoints{size_t(job.size())};
+  const Engine& engine = job.engine();
+  const auto roster = job.roster();
+  job.viewOf(*roster).active.forEach([&](int rank) {
+    const EngineId& id = roster->term.holders[size_t(rank)]->id;
+    endpoints[size_t(rank)] = id == engine.id() ? engine.endpoint() : engine.endpointOf(id);
+  });
+  return endpoints;
+}
+
 Result<std::pair<uint64_t, uint64_t>> Membership::newTopics(const std::string& group,
                                                             const std::vector<int>& ranks) {
   std::string identity = group;

@@ -246,4 +246,8 @@ class Membership {
   std::set<EngineId> missed_ GUARDED_BY(mutex_);
 };
 
+// By rank, Engine::endpoint() of the active ranks. Empty: the rank is out, or its address has not come
+// yet. Any thread.
+std::vector<Bytes> endpointsOf(const Membership& job);
+
 }  // namespace mooncake

@@ -1,7 +1,8 @@
-// Messages about joining a job, and reports about the view: a peer that holds the key sends anything.
+// Messages about joining a job, tokens that programs pass on, and reports about the view: a peer that holds the key sends anything.
 // Each is refused, or read as it was written.
 #include "fuzz.h"
 #include "membership/join_messages.h"
+#include "membership/join_token.h"
 #include "membership/view_report.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -9,6 +10,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (const auto message = mooncake::decodeJoinMessage(bytes); message.ok()) {
     const auto again = mooncake::decodeJoinMessage(mooncake::encodeJoinMessage(*message));
     mooncake::fuzz::require(again.ok() && *again == *message);
+  }
+  if (const auto token = mooncake::decodeJoinToken(bytes); token.ok()) {
+    const auto again = mooncake::decodeJoinToken(mooncake::encodeJoinToken(*token));
+    mooncake::fuzz::require(again.ok() && *again == *token);
   }
   if (const auto report = mooncake::decodeViewReport(bytes, 64); report.ok()) {
     const auto again = mooncake::decodeViewReport(mooncake::encodeViewReport(*report), 64);
@@ -30,6 +35,7 @@ void mooncake::fuzz::writeSeeds(const Seeds& seed) {
   seed("refused", encodeJoinMessage(JoinRefusal{JoinRefusal::Reason::kHeld, "held"}));
   RosterPart part{.epoch = 1, .viewEpoch = 1, .size = 4};
   part.seats = {RosterPart::Seat{{}, true, Bytes(8)}, std::nullopt};
+  seed("token", encodeJoinToken({.job = "job", .members = {Bytes(8), Bytes(9)}}));
   seed("roster", encodeJoinMessage(part));
   ViewReport report{.from = 3,
                     .committed = {1},
