@@ -16,12 +16,12 @@
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <random>
 #include <sstream>
 
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "collectives/collectives.h"
+#include "draw.h"
 #include "ep/calls.h"
 #include "forked_ranks.h"
 #include "wires/sim/sim_transport.h"
@@ -41,10 +41,6 @@ constexpr auto kHang = std::chrono::seconds(20);
 constexpr auto kToMeet = std::chrono::seconds(8);
 constexpr size_t kMostHidden = 100'000;  // then tokens go neither with the tables nor at once
 constexpr size_t kAmpleBytes = 32 << 20;
-
-uint64_t numberIn(const char* text, uint64_t otherwise) {
-  return text ? std::strtoull(text, nullptr, 10) : otherwise;
-}
 
 // ---- a case
 
@@ -148,20 +144,6 @@ constexpr Point kPoints[] = {
     {"supply", 2, true, Needs::kMessages},
     {"adopt", 2, true},
     {"roll-back", 3, true},
-};
-
-class Draw {
- public:
-  explicit Draw(uint64_t seed) : random_(seed) {}
-  int below(int end) { return static_cast<int>(random_() % static_cast<uint64_t>(end)); }
-  bool chance(int percent) { return below(100) < percent; }
-  template <typename T, size_t N>
-  const T& oneOf(const T (&all)[N]) {
-    return all[below(static_cast<int>(N))];
-  }
-
- private:
-  std::mt19937_64 random_;
 };
 
 size_t drawCount(Draw& draw) {

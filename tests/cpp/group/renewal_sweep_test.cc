@@ -21,6 +21,7 @@
 
 #include "base/failpoint.h"
 #include "collectives/collectives.h"
+#include "draw.h"
 #include "forked_ranks.h"
 #include "group/group_line.h"
 
@@ -35,16 +36,6 @@ constexpr auto kHang = std::chrono::seconds(30);
 constexpr auto kPatience = std::chrono::seconds(20);
 constexpr size_t kEager = 8 << 10;
 const JobIdentity kIdentity{.job = "sweep", .mode = "continue", .options = 1};
-
-uint64_t numberIn(const char* text, uint64_t otherwise) {
-  return text ? std::strtoull(text, nullptr, 10) : otherwise;
-}
-
-uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
 
 // ---- a case
 
@@ -78,23 +69,9 @@ constexpr const char* kOfMembers[] = {"admit",     "join-reported",  "term-close
                                       "moved",     "renewed",        "old-retired"};
 constexpr const char* kOfFlushes[] = {"join", "report", "tell", "decide", "act", "acted", "park"};
 
-class Draw {
- public:
-  explicit Draw(uint64_t seed) : random_(mix(seed + 0x9e3779b97f4a7c15)) {}
-  int below(int end) { return static_cast<int>(random_() % static_cast<uint64_t>(end)); }
-  bool chance(int percent) { return below(100) < percent; }
-  template <typename T, size_t N>
-  const T& oneOf(const T (&all)[N]) {
-    return all[below(static_cast<int>(N))];
-  }
-
- private:
-  std::mt19937_64 random_;
-};
-
 // At most two ranks are gone at a time, so that most are always there.
 Case drawCase(uint64_t seed) {
-  Draw draw(seed);
+  Draw draw(mix(seed + 0x9e3779b97f4a7c15));
   Case c{.seed = seed, .size = 4 + draw.below(kMostSize - 3)};
   c.wire = draw.oneOf(kWires);
   constexpr size_t kWords[] = {8, 100, 1'000, 9'000};
