@@ -409,7 +409,8 @@ bool PointToPoint::fetch(Message& message) {
   failpoint("message-fetch");
   auto started = group().window().get(message.peer_, message.source_, 0, message.data_,
                                       *message.fetch_, message.device_.owner);
-  if (started.code() == ErrorCode::kPeerLost) {
+  // kAborted: we have given up the peer, so its channel is closed, or is about to be.
+  if (started.code() == ErrorCode::kPeerLost || started.code() == ErrorCode::kAborted) {
     message.fetch_->error.store(ErrorCode::kPeerLost);
   } else if (!started.ok()) {
     giveUp(message, Error{started.code(), titleOf(message) + ": " + started.error().message});
