@@ -21,10 +21,12 @@ Result<uint32_t> OneSided::open(std::span<std::byte> memory) {
 void OneSided::move(Group& successor, const std::vector<bool>& stays) {
   for (auto& [id, window] : windows_) {
     for (size_t from = 0; from < window.sources.size(); ++from) {
+      Source& source = window.sources[from];
+      // The successor's window cannot cancel a fetch from a rank that is not in it.
+      if (!stays[from] || (source.fetch && !successor.window().peer(int(from)))) forget(source);
       if (stays[from]) continue;
-      forget(window.sources[from]);
-      window.sources[from] = {};
-      window.sources[from].isMember = false;
+      source = {};
+      source.isMember = false;
     }
   }
   group_ = &successor;

@@ -66,7 +66,10 @@ void PointToPoint::move(Group& successor, const std::vector<bool>& stays) {
     old = &group();
     for (auto& message : active_) {
       const int peer = message->peer_;
-      if (peer == kAnySource || stays[size_t(peer)]) continue;
+      if (peer == kAnySource) continue;
+      // The successor's window cannot cancel a fetch from a rank that is not in it.
+      const bool hasFetch = message->fetch_ && !successor.window().peer(peer);
+      if (stays[size_t(peer)] && !hasFetch) continue;
       giveUp(*message, {ErrorCode::kPeerLost, titleOf(*message) + ": " + old->whyGone(peer)});
     }
     std::erase_if(active_, [](const auto& message) { return message->finished(); });

@@ -166,11 +166,13 @@ Status Window::place(int rank, uint64_t offset, std::span<const std::byte> data,
 Status Window::get(int rank, const RemoteRegion& region, uint64_t offset,
                    std::span<std::byte> target, Completion& completion,
                    const MemoryOwner& owner) const {
-  return members_[rank].peer->channel->get({.region = region,
-                                            .offset = offset,
-                                            .target = target,
-                                            .completion = &completion,
-                                            .owner = owner});
+  const auto& peer = members_[rank].peer;
+  if (!peer) return {ErrorCode::kPeerLost, "the rank was lost before the window was made"};
+  return peer->channel->get({.region = region,
+                             .offset = offset,
+                             .target = target,
+                             .completion = &completion,
+                             .owner = owner});
 }
 
 Status Window::get(int rank, std::span<const GetRequest> requests) const {
