@@ -1,6 +1,7 @@
 // Processes are killed and stopped at every step of a replacement: newcomers while they are let in,
 // members while they take one in, and those that came afterwards. In the end each rank is held by a
 // living process, all of them have seen the same operations, and no operation was lost or done twice.
+// Messages go on meanwhile: each one between two processes that live comes once, as it was sent.
 // Environment variables:
 //   MOONCAKE_TEST_CASES    number of cases; 1 prints the story
 //   MOONCAKE_TEST_SEED     seed of the first case
@@ -24,6 +25,7 @@
 #include "draw.h"
 #include "forked_ranks.h"
 #include "group/group_line.h"
+#include "message_traffic.h"
 
 namespace mooncake::test {
 namespace {
@@ -57,6 +59,7 @@ struct Case {
   bool onlyOneAsks;    // of the members, at first
   milliseconds pause;  // before a lost rank's next process starts
   std::vector<Fault> faults;
+  int ahead = 0;  // most messages of a stream that are under way; 0: there are no messages
 };
 
 constexpr const char* kWires[] = {"shm", "tcp", "sim"};
@@ -68,6 +71,19 @@ constexpr const char* kOfMembers[] = {"admit",     "join-reported",  "term-close
                                       "part-told", "successor-made", "successor-ready", "close",
                                       "moved",     "renewed",        "old-retired"};
 constexpr const char* kOfFlushes[] = {"join", "report", "tell", "decide", "act", "acted", "park"};
+constexpr const char* kOfMessages[] = {"message-announced", "message-fetch", "message-fetched",
+                                       "message-acknowledged"};
+
+void drawMessages(Draw& draw, Case& c) {
+  if (draw.chance(30)) return;
+  constexpr int kAhead[] = {1, 3, 12};
+  c.ahead = draw.oneOf(kAhead);
+  for (Fault& fault : c.faults) {
+    if (!draw.chance(20)) continue;
+    fault.point = draw.oneOf(kOfMessages);
+    fault.nth = 1 + uint32_t(draw.below(60));
+  }
+}
 
 // At most two ranks are gone at a time, so that most are always there.
 Case drawCase(uint64_t seed) {
@@ -108,6 +124,8 @@ Case drawCase(uint64_t seed) {
       strike(other, 0, point, 1 + uint32_t(draw.below(8)));
     }
   }
+  Draw more(mix(seed + 0x6a09e667f3bcc909));  // the rest of the case stays as it is without this
+  drawMessages(more, c);
   return c;
 }
 
@@ -116,7 +134,9 @@ std::string describe(const Case& c) {
   text << "MOONCAKE_TEST_CASES=1 MOONCAKE_TEST_SEED=" << c.seed << ": " << c.size << " ranks, "
        << c.wire << ", " << c.words << " words, newcomers enter "
        << (c.isAtOnePlace ? "at one place" : "anywhere")
-       << (c.onlyOneAsks ? ", one member asks" : "") << ", after " << c.pause.count() << " ms;";
+       << (c.onlyOneAsks ? ", one member asks" : "") << ", after " << c.pause.count() << " ms";
+  if (c.ahead > 0) text << ", up to " << c.ahead << " messages under way";
+  text << ';';
   for (const Fault& fault : c.faults) {
     text << " rank " << fault.rank << '.' << fault.life;
     if (fault.action == FailpointAction::kKill) text << " is killed";
@@ -143,6 +163,8 @@ struct Life {
   std::atomic<ErrorCode> standing;  // at its end
   Entry log[kMostEntries];
   char broken[400];  // the first error
+  TrafficLog traffic;
+  std::atomic<bool> isDone;  // its messages have ended well
 };
 
 struct CaseMemory {
@@ -176,8 +198,10 @@ class Process {
     hasEnded_ = true;
     if (asker_.joinable()) asker_.join();
     if (!line_) return;
+    if (traffic_ && log_.standing == ErrorCode::kOk) endMessages();
     line_->settle(Deadline::after(std::chrono::seconds(5)));
     line_->stop();
+    if (traffic_ && !traffic_->close()) broken("a thread stays in a message", ErrorCode::kTimeout);
     line_->current()->leave(Deadline::after(std::chrono::seconds(5)));
   }
 
@@ -185,6 +209,21 @@ class Process {
   void broken(const std::string& text, ErrorCode code) {
     log_.standing = code;
     std::snprintf(log_.broken, sizeof(log_.broken), "%s", text.c_str());
+  }
+
+  void endMessages() {
+    const std::string missing = traffic_->finish(Deadline::after(kPatience));
+    const Status usable = line_->current()->usable();
+    log_.standing = usable.code();
+    if (!usable.ok()) {
+      if (!isOut(usable.code())) broken(usable.error().message, usable.code());
+    } else if (!missing.empty()) {
+      broken(missing, ErrorCode::kTimeout);
+    } else if (log_.traffic.failed[0]) {
+      broken(log_.traffic.failed, ErrorCode::kInvalidArgument);
+    } else {
+      log_.isDone = true;
+    }
   }
 
   void arm() const {
@@ -212,7 +251,8 @@ class Process {
   }
 
   GroupOptions groupOptions() const {
-    GroupOptions options{.name = "sweep", .rank = rank_, .size = case_.size};
+    GroupOptions options{
+        .name = "sweep", .rank = rank_, .size = case_.size, .mailboxBytes = kMailboxBytes};
     options.env.eagerBytes = kEager;
     return options;
   }
@@ -292,7 +332,15 @@ class Process {
                                  std::lock_guard lock(operation_);
                                  line_->moveOn();
                                },
-                           .onMove = [](Group&, const std::vector<bool>&) {}});
+                           .onMove =
+                               [this](Group& to, const std::vector<bool>& stays) {
+                                 if (traffic_) traffic_->move(to, stays);
+                               }});
+    if (case_.ahead > 0) {
+      traffic_ = std::make_unique<MessageTraffic>(
+          MessageTraffic::Options{case_.seed, rank_, life_, case_.size, case_.ahead}, log_.traffic);
+      if (!isNewcomer) traffic_->begin(*line_->current());
+    }
     return line_->start();
   }
 
@@ -439,6 +487,7 @@ class Process {
       std::make_shared<SeriesEvents>([](const GroupView&) {});
   std::mutex operation_;  // held while an operation runs, or the line moves
   std::unique_ptr<GroupLine> line_;
+  std::unique_ptr<MessageTraffic> traffic_;
   std::thread asker_;
   std::atomic<bool> hasEnded_{false}, failed_{false};
   std::map<size_t, std::pair<uint64_t, uint64_t>> last_;  // of each rank: its life and call
@@ -461,11 +510,16 @@ class RunningCase {
     for (int r = 0; r < case_.size; ++r) {
       Rank& rank = ranks_[size_t(r)];
       lookAt(r, rank, now);
+      for (int life = 0; life <= rank.life; ++life) {
+        if (const char* wrong = memory_->lives[r][life].traffic.wrong; wrong[0])
+          problem("rank " + std::to_string(r) + "." + std::to_string(life) + ": " + wrong);
+      }
       haveAllEnded = haveAllEnded && rank.hasEnded;
     }
     if (!problems_.empty()) return true;
     if (haveAllEnded) {
       compare();
+      checkMessages();
       return true;
     }
     if (!memory_->ends && isWhole()) memory_->ends = true;
@@ -493,6 +547,11 @@ class RunningCase {
         const Life& one = memory_->lives[r][life];
         text << "  rank " << r << '.' << life << ": " << (one.isIn ? "in, " : "not in, ")
              << one.entries << " operations, " << errorCodeName(one.standing) << ' ' << one.broken;
+        if (const TrafficLog& log = one.traffic; log.sent > 0) {
+          text << "; messages: " << log.sent << " sent, " << log.received << " received, "
+               << log.crossed << " of an earlier series, " << log.lost << " lost, all of "
+               << std::hex << log.whole << std::dec << ' ' << log.wrong << ' ' << log.failed << ';';
+        }
         uint32_t before = 0;
         for (int i = 0; i < one.entries; ++i) {
           const Entry& entry = one.log[i];
@@ -614,6 +673,25 @@ class RunningCase {
       if (entries < 60 && rank.life == 0 && faultOf(r, 0) == &case_.faults.front()) return false;
     }
     return true;
+  }
+
+  // Two processes that have ended well have had all messages of each other.
+  void checkMessages() {
+    if (case_.ahead == 0) return;
+    for (int r = 0; r < case_.size; ++r) {
+      for (int from = 0; from < case_.size; ++from) {
+        if (from == r || !hasEndedWell(r) || !hasEndedWell(from)) continue;
+        if (!(lastLife(r).traffic.whole >> from & 1))
+          problem("rank " + std::to_string(r) + " has not had all messages of rank " +
+                  std::to_string(from));
+      }
+    }
+  }
+  const Life& lastLife(int r) const { return memory_->lives[r][ranks_[size_t(r)].life]; }
+  bool hasEndedWell(int r) const {
+    const auto& gone = ranks_[size_t(r)].gone;
+    return lastLife(r).isDone && !gone.empty() && gone.back()->hasEnded() &&
+           WIFEXITED(gone.back()->status());
   }
 
   // All processes have had the same operations in the same order.
