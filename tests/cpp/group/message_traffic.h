@@ -83,11 +83,11 @@ class MessageTraffic {
         std::lock_guard lock(mutex_);
         if (isOver_) return "";
         for (int r = 0; r < options_.size; ++r) {
-          if (r != options_.rank && !isDone(pairs_[size_t(r)])) missing += " " + std::to_string(r);
+          if (r != options_.rank && !isDone(pairs_[size_t(r)])) missing += stateOf(r);
         }
       }
       if (missing.empty()) return "";
-      if (deadline.passed()) return "messages to or from ranks" + missing + " do not end";
+      if (deadline.passed()) return "messages do not end:" + missing;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
@@ -175,6 +175,24 @@ class MessageTraffic {
     return std::ranges::all_of(pair.out, isTaken) && (pair.isWhole() || hasLeft);
   }
 
+  std::string stateOf(int r) const {
+    const Pair& pair = pairs_[size_t(r)];
+    std::string text = " rank " + std::to_string(r) + (pair.isLost ? ", lost:" : ":");
+    for (uint32_t tag = 0; tag < kTags; ++tag) {
+      const Stream& out = pair.out[tag];
+      if (!out.posted.empty() || !out.hasLast)
+        text += " to it with tag " + std::to_string(tag) + ' ' + std::to_string(out.posted.size()) +
+                " up to number " + std::to_string(out.next - 1) + ',';
+      const bool isAny = tag >= kDirectTags;
+      const uint64_t came = isAny ? pair.fromAny[tag - kDirectTags]
+                                  : pair.in[tag].next - 1 - pair.in[tag].posted.size();
+      if (!(isAny ? pair.hasAnyLast[tag - kDirectTags] : pair.in[tag].hasLast))
+        text += " from it with tag " + std::to_string(tag) + " after number " +
+                std::to_string(came) + ',';
+    }
+    return text;
+  }
+
   void run() {
     while (!isClosed_) {
       {
@@ -191,7 +209,10 @@ class MessageTraffic {
     for (int r = 0; r < options_.size; ++r) {
       if (r != options_.rank) look(r, pairs_[size_t(r)]);
     }
-    for (uint32_t i = 0; i < kAnyTags; ++i) lookAtAny(i);
+    // More are taken than sent, so that none pile up.
+    for (int times = 0; times < 8; ++times) {
+      for (uint32_t i = 0; i < kAnyTags; ++i) lookAtAny(i);
+    }
   }
 
   void look(int r, Pair& pair) {
@@ -216,22 +237,26 @@ class MessageTraffic {
           now + std::chrono::milliseconds(10 + draw_.below(pair.untilMove ? 2000 : 90));
     }
     if (isEnding_) pair.isHeld = false;
-    for (uint32_t tag = 0; tag < kDirectTags; ++tag) {
-      Stream& in = pair.in[tag];
-      while (!in.posted.empty() && in.posted.front().message->finished()) {
-        const Posted first = std::move(in.posted.front());
-        in.posted.pop_front();
-        if (ended(&pair, *first.message)) {
-          check(r, pair, tag, first);
-        } else if (isEnding_) {
-          in.isLost = true;
-        }
-      }
-      if (pair.isHeld || int(in.posted.size()) >= (pair.isLost ? 1 : 3)) continue;
-      if (in.hasLast || in.isLost || !(isEnding_ || draw_.chance(pair.isLost ? 3 : 30))) continue;
-      in.posted.push_back(receive(r, tag, sizeOf(r, options_.rank, tag, in.next)));
-      in.posted.back().number = in.next++;
+    for (int times = 0; times < 4; ++times) {
+      for (uint32_t tag = 0; tag < kDirectTags; ++tag) lookAt(r, pair, tag);
     }
+  }
+
+  void lookAt(int r, Pair& pair, uint32_t tag) {
+    Stream& in = pair.in[tag];
+    while (!in.posted.empty() && in.posted.front().message->finished()) {
+      const Posted first = std::move(in.posted.front());
+      in.posted.pop_front();
+      if (ended(&pair, *first.message)) {
+        check(r, pair, tag, first);
+      } else if (isEnding_) {
+        in.isLost = true;
+      }
+    }
+    if (pair.isHeld || int(in.posted.size()) >= (pair.isLost ? 1 : 3)) return;
+    if (in.hasLast || in.isLost || !(isEnding_ || draw_.chance(pair.isLost ? 1 : 30))) return;
+    in.posted.push_back(receive(r, tag, sizeOf(r, options_.rank, tag, in.next)));
+    in.posted.back().number = in.next++;
   }
 
   void lookAtAny(uint32_t i) {
