@@ -141,8 +141,8 @@ class MooncakeBackendOptions:
     default
     lost_messages: behavior of wait() of a send or a receive whose other side is lost. "raise": it
     raises PeerLostError. "return": it returns, a receive's tensor is zeros, and
-    get_local_success(work) is False; only with on_failure "continue". None is "raise", and "return"
-    in the class of this name in mooncake.pg
+    get_local_success(work) is False; a send ends when it has been received; only with on_failure
+    "continue". None is "raise", and "return" in the class of this name in mooncake.pg
     """
 
     active_ranks: torch.Tensor | None = None

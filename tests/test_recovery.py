@@ -140,6 +140,45 @@ def test_messages_to_a_rank_that_was_lost():
         crew.results()
 
 
+def short_and_not_received(me: harness.Rank):
+    """A send that nobody receives: its rank dies with it in its mailbox."""
+    begin(me)
+    total(me.rank)
+    if me.rank == LOST:
+        me.board.set("began")
+        me.board.wait("never")
+    if me.rank == 0:
+        me.board.wait("began")
+        work = dist.isend(torch.ones(1), dst=LOST)
+        assert not work.is_completed()
+        me.board.set("sent")
+        work.wait()
+        active = pg.get_active_ranks(dist.group.WORLD).tolist()
+        found = pg.get_local_success(work), active, pg.get_failed_ranks_hint(work).tolist()
+        work = dist.isend(torch.full((1,), 5.0), dst=2)
+        me.board.wait("posted")
+        work.wait()
+        assert pg.get_local_success(work)
+        return found
+    if me.rank == 2:
+        got = torch.zeros(1)
+        work = dist.irecv(got, src=0)
+        me.board.set("posted")
+        work.wait()
+        assert got.item() == 5.0
+    return None
+
+
+def test_a_short_send_to_a_rank_that_dies_has_failed():
+    with harness.Crew(SIZE, backend=None) as crew:
+        crew.start(short_and_not_received)
+        crew.board.wait("sent")
+        crew.kill(LOST)
+        found = crew.results(dead=[LOST])[0]
+        assert found == (False, [1, 0, 1, 1], [0, 1, 0, 0])
+        crew.broken = True
+
+
 # ---- calls with parts for the survivors only
 
 

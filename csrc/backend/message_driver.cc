@@ -27,7 +27,7 @@ MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completi
                              bool lostMessagesReturn)
     : completions_(std::move(completions)),
       lostMessagesReturn_(lostMessagesReturn),
-      messages_(group) {}
+      messages_(group, lostMessagesReturn) {}
 
 bool MessageDriver::stop() {
   bool isFirst;

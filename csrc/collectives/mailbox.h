@@ -20,8 +20,9 @@
 //   576  cells[8]   message number m lies in cell m % 8:
 //                   arrived, tag, kind, bytes, region, offset | payload
 //
-// A message that fits a cell is complete when it is in the cell. A larger one announces its region,
-// and is complete for its sender when the receiver has acknowledged its number. An announcement
+// A message that fits a cell is complete when it is in the cell. A larger one, and one of a sender that
+// waits for its receive, announces its region, and is complete for its sender when the receiver has
+// acknowledged its number. An announcement
 // that was taken occupies no cell. So any number of large messages may be under way, in any order
 // of receives, and one that was given up does not hold up the next.
 //
@@ -40,8 +41,8 @@ struct alignas(64) MailboxCell {
   std::atomic<uint64_t> arrived;  // stamp: number of the message
   uint32_t tag;
   CellKind kind;
-  uint64_t bytes;       // more than kCellPayload: to be fetched
-  RemoteRegion region;  // region to fetch from
+  uint64_t bytes;
+  RemoteRegion region;  // region to fetch from; empty: the data is in `payload`
   uint64_t offset;
   alignas(64) std::byte payload[kCellPayload];
 };

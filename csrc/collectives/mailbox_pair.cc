@@ -23,7 +23,7 @@ Status MailboxPair::put(const MailboxCell& cell) { return placeCell(sent_, cell)
 
 Status MailboxPair::placeCell(uint64_t number, const MailboxCell& cell) {
   constexpr size_t kStampEnd = offsetof(MailboxCell, arrived) + sizeof(MailboxCell::arrived);
-  const size_t payload = cell.bytes <= kCellPayload ? cell.bytes : 0;
+  const size_t payload = cell.region.bytes == 0 ? cell.bytes : 0;
   const size_t place =
       there(offsetof(Mailbox, cells)) + (number % kMailboxCells) * sizeof(MailboxCell);
   return this->place(place + kStampEnd,

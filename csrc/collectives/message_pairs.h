@@ -32,6 +32,7 @@ struct EarlyMessage {
   RemoteRegion region;
   std::vector<std::byte> payload;
 
+  bool isWhole() const { return region.bytes == 0; }  // its data came with it: it is not fetched
   size_t heldBytes() const { return sizeof(EarlyMessage) + payload.size(); }
 };
 
@@ -46,6 +47,7 @@ struct MessagePair {
   std::shared_ptr<const Meeting> met;  // null: we have left
   MailboxPair mailboxes;
   bool isGone = false;           // the peer was gone when this round began
+  bool isOut = false;            // and out of the view
   std::optional<uint64_t> left;  // the peer has left the group: number of its messages to us
   bool wanted = false;           // a receive waits for a message of this rank
   bool sendsHeld = false;  // a send to this rank waits for a free cell, and so do the later ones

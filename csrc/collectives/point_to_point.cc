@@ -22,8 +22,9 @@ std::span<std::byte> readOnly(std::span<const std::byte> data) {
 
 }  // namespace
 
-PointToPoint::PointToPoint(Group& group)
-    : line_(group.bell()),
+PointToPoint::PointToPoint(Group& group, bool untilReceived)
+    : untilReceived_(untilReceived),
+      line_(group.bell()),
       spin_(group.spin()),
       progressLock_(line_->doorbell()),
       pairs_(group),
@@ -261,10 +262,11 @@ bool PointToPoint::progressLocked() {
   // of the calls. So an earlier receive takes the earlier message, and a send that cannot move
   // holds back the later ones to the same rank.
   for (const auto& message : active_) {
-    // isGone is read before the mailboxes. A peer's last signals come before its end. So a message
+    // isOut and isGone are read before the mailboxes. A peer's last signals come before its end. So a message
     // that does not move in this round, although its peer had ended before the round, never will.
     const bool isMatched = message->kind_ != Kind::kReceive || message->fetch_;
     for (int r = message->firstSource(); r <= message->lastSource(pairs_.size()); ++r) {
+      pairs_[r].isOut = group().isOut(r);
       pairs_[r].isGone = group().isGone(r);
       if (!isMatched) pairs_[r].wanted = true;
     }
@@ -350,11 +352,12 @@ bool PointToPoint::advanceReceive(Message& message) {
       failpoint("message-acknowledged");
       end(message, {});
     } else if ((code == ErrorCode::kPeerLost || code == ErrorCode::kAborted) &&
-               !group().isGone(message.peer_)) {
+               !group().isOut(message.peer_)) {
       // The connection broke. It may have been made again since the fetch began. Or the peer has
-      // fenced us: then the view that excludes us is on its way.
+      // ended, and the view without it is on its way. Or it has fenced us: then the view that
+      // excludes us is.
       return pairs_[message.peer_].reconnections != message.reconnections_ && fetch(message);
-    } else if (group().isGone(message.peer_) || pairs_[message.peer_].left) {
+    } else if (group().isOut(message.peer_) || pairs_[message.peer_].left) {
       end(message,
           Error{ErrorCode::kPeerLost, titleOf(message) + ": " + group().whyGone(message.peer_)});
     } else if (code == ErrorCode::kRefused) {
@@ -396,7 +399,7 @@ bool PointToPoint::advanceReceive(Message& message) {
 }
 
 bool PointToPoint::takeEarly(Message& message, const EarlyMessage& early) {
-  if (early.bytes <= kCellPayload) {
+  if (early.isWhole()) {
     if (early.bytes) std::memcpy(message.data_.data(), early.payload.data(), early.bytes);
     end(message, {});
     return true;
@@ -461,11 +464,13 @@ void PointToPoint::giveUp(Message& message, Status status) {
   end(message, std::move(status));
 }
 
-// kPeerLost: the message cannot move, because its peer is gone or has left the group. All that the
-// peer sent has been taken in during this round. ok: at least one peer is left.
+// kPeerLost: the message cannot move, because its peer is out of the view or has left the group. All
+// that the peer sent has been taken in during this round. ok: at least one peer is left. A peer that
+// has ended is waited for until the view is without it, so that a caller who learns of a loss sees
+// it in the group's active ranks, too.
 Status PointToPoint::lost(const Message& message) const {
   const auto isGone = [&](int r) REQUIRES(progressLock_) {
-    return pairs_[r].isGone || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
+    return pairs_[r].isOut || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
   };
   if (message.peer_ != kAnySource) {
     if (message.peer_ == group().rank() || !isGone(message.peer_)) return {};

@@ -34,7 +34,9 @@ class PointToPoint {
  public:
   static constexpr int kAnySource = -1;
 
-  explicit PointToPoint(Group& group);
+  // `untilReceived`: every send ends when a receive has taken its message, as long ones do anyway. Else
+  // a short one ends once it is in the receiver's mailbox, which may die with it.
+  explicit PointToPoint(Group& group, bool untilReceived = false);
   ~PointToPoint();
 
   // Called when a message has ended well, by the thread that found it, with our lock held: it must
@@ -159,6 +161,7 @@ class PointToPoint {
 
   Group& group() const REQUIRES(progressLock_) { return pairs_.group(); }
 
+  const bool untilReceived_;
   std::shared_ptr<LineBell> line_;
   std::atomic<SpinPolicy> spin_;
   Gate drivers_;

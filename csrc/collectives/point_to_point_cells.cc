@@ -37,16 +37,18 @@ bool PointToPoint::advanceSend(Message& message) {
   if (message.kind_ == Message::Kind::kSend && !findData(message)) return message.finished();
   pair.sendsHeld = true;  // until it has a cell
   if (!pair.mailboxes.hasRoom()) return false;
-  const bool isLarge = message.data_.size() > kCellPayload;
+  const size_t bytes = message.data_.size();
+  const bool waitsForReceive = untilReceived_ && message.kind_ == Message::Kind::kSend && bytes > 0;
+  const bool isLarge = bytes > kCellPayload || waitsForReceive;
   if (isLarge && !announce(message)) return message.finished();
 
   pair.sendsHeld = false;
   MailboxCell& cell = pair.mailboxes.next(*scratch_);
   message.number_ = pair.mailboxes.sent();
   if (isLarge) pair.announced.emplace(message.number_, &message);
-  const size_t payload = isLarge ? 0 : message.data_.size();
+  const size_t payload = isLarge ? 0 : bytes;
   cell.tag = message.tag_;
-  cell.bytes = message.data_.size();
+  cell.bytes = bytes;
   cell.region = message.region_.remote();
   cell.offset = message.offset_;
   cell.kind = cellKindOf(message.kind_);
@@ -141,9 +143,9 @@ bool PointToPoint::takeOne(int from, const MailboxCell& cell) {
   const uint64_t number = pair.mailboxes.taken() + 1;
   const CellKind kind = cell.kind;
   EarlyMessage early{number, cell.tag, cell.bytes, cell.region, {}};
-  const bool isLarge = early.bytes > kCellPayload;
-  if (isLarge && early.region.bytes < early.bytes) return false;
-  if (!isLarge) early.payload.assign(cell.payload, cell.payload + early.bytes);
+  if (early.bytes > kCellPayload && early.isWhole()) return false;
+  if (!early.isWhole() && early.region.bytes < early.bytes) return false;
+  if (early.isWhole()) early.payload.assign(cell.payload, cell.payload + early.bytes);
   switch (kind) {
     case CellKind::kMessage:
       pair.earlyBytes += early.heldBytes();

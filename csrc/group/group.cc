@@ -19,7 +19,7 @@ namespace {
 //                               window, empty without messages  bool raises
 // The version covers all later formats, too: slots, mailboxes, stamps and messages. The group uses
 // the topic of rank 0.
-constexpr uint32_t kMemberVersion = 11;
+constexpr uint32_t kMemberVersion = 12;
 
 // Up to 64 KiB one exchange of slots beats a second round of signals, even with eight ranks on two
 // cores. A slot holds four times that, for operations over messages in which only one rank sends.
@@ -391,8 +391,8 @@ Status Group::usable() const {
 }
 
 void Group::onView(const GroupView& view) {
+  if (options_.onView) options_.onView(view);  // before any message ends by it
   for (int r = 0; r < size(); ++r) isOut_[r].store(!view.contains(r), std::memory_order_release);
-  if (options_.onView) options_.onView(view);
 }
 
 void Group::watchReconnects(std::function<void(int)> watcher) {
@@ -409,15 +409,12 @@ void Group::onSeriesEnd(const SeriesClose& close) {
   if (options_.onSeriesEnd) options_.onSeriesEnd(close);
 }
 
-bool Group::isGone(int rank) const {
-  return window_->disconnection(rank) || isOut_[rank].load(std::memory_order_acquire);
-}
+bool Group::isGone(int rank) const { return window_->disconnection(rank) || isOut(rank); }
 
 std::string Group::whyGone(int rank) const {
   if (const Evidence* seen = window_->disconnection(rank))
     return seen->isGoodbye() ? "it left the job" : "lost it: " + seen->detail;
-  return isOut_[rank].load(std::memory_order_acquire) ? "the others go on without it"
-                                                      : "it has left the group";
+  return isOut(rank) ? "the others go on without it" : "it has left the group";
 }
 
 std::atomic<uint64_t>& Group::endedWord(int rank) const {

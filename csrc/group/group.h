@@ -138,6 +138,8 @@ class Group final : public FlushOwner {
   // True if the rank is disconnected, or the job goes on without it. Nothing comes from it any
   // more.
   bool isGone(int rank) const;
+  // True if the last view is without the rank, which activeRanks() shows then.
+  bool isOut(int rank) const { return isOut_[rank].load(std::memory_order_acquire); }
   std::string whyGone(int rank) const;
   // The number of the last operation that the rank has ended. Only for ranks that we map.
   std::atomic<uint64_t>& endedWord(int rank) const;

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <latch>
 #include <thread>
+#include <tuple>
 
 #include "collectives/collectives.h"
 #include "ranks_in_threads.h"
@@ -111,15 +112,18 @@ TEST_P(MessagesToWhoLeaves, AReceiveFromAnySourceEndsWhenNobodyIsLeft) {
 INSTANTIATE_TEST_SUITE_P(Wires, MessagesToWhoLeaves,
                          testing::Values("inproc", "shm", "tcp", "sim", "fabric"));
 
-// Two ranks. Rank 0 sends, rank 1 receives.
-class LargeMessages : public testing::TestWithParam<const char*> {
+// Two ranks. Rank 0 sends, rank 1 receives. The messages are fetched: long ones, and short ones of a
+// sender that waits for the receive.
+class FetchedMessages : public testing::TestWithParam<std::tuple<const char*, size_t>> {
  protected:
-  static constexpr size_t kBytes = kCellPayload + 100;
+  static const char* wire() { return std::get<0>(GetParam()); }
+  static size_t length() { return std::get<1>(GetParam()); }
+  static bool untilReceived() { return length() <= kCellPayload; }
   using Body = std::function<void(Group&, PointToPoint&)>;
 
   void run(const Body& sender, const Body& receiver) const {
-    runRanks({.size = 2, .transports = {GetParam()}}, [&](Group& group) {
-      PointToPoint messages(group);
+    runRanks({.size = 2, .transports = {wire()}}, [&](Group& group) {
+      PointToPoint messages(group, untilReceived());
       group.rank() == 0 ? sender(group, messages) : receiver(group, messages);
       EXPECT_TRUE(barrier(group, soon()).ok());
       messages.abort({kEnd, "the end"});
@@ -141,37 +145,37 @@ class LargeMessages : public testing::TestWithParam<const char*> {
 };
 
 // More messages than either mailbox has places for.
-TEST_P(LargeMessages, AreReceivedInAnyOrder) {
+TEST_P(FetchedMessages, AreReceivedInAnyOrder) {
   constexpr int kCount = 100;
   run(
       [](Group&, PointToPoint& messages) {
         std::vector<Bytes> data;
         std::vector<std::shared_ptr<Message>> sent;
         for (int i = 0; i < kCount; ++i) {
-          data.push_back(contents(kBytes, i));
+          data.push_back(contents(length(), i));
           sent.push_back(messages.send(data.back(), 1, uint32_t(i), soon()));
         }
         for (const auto& message : sent) expectOk(messages, message);
       },
       [](Group&, PointToPoint& messages) {
         for (int i = kCount - 1; i >= 0; --i) {
-          Bytes data(kBytes);
+          Bytes data(length());
           expectOk(messages, messages.receive(data, 0, uint32_t(i), soon()));
-          EXPECT_EQ(data, contents(kBytes, i));
+          EXPECT_EQ(data, contents(length(), i));
         }
         driveUntil(messages, [&] { return !messages.owes(); });
       });
 }
 
 // The sender reads no acknowledgement before all messages are received. Those beyond the ring wait.
-TEST_P(LargeMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
+TEST_P(FetchedMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
   constexpr int kCount = 3 * int(kMailboxAcks);
   std::latch received(1);
   run(
       [&](Group&, PointToPoint& messages) {
         std::vector<Bytes> data;
         std::vector<std::shared_ptr<Message>> sent;
-        for (int i = 0; i < kCount; ++i) data.push_back(contents(kBytes, i));
+        for (int i = 0; i < kCount; ++i) data.push_back(contents(length(), i));
         for (int i = 0; i < kCount; ++i)
           sent.push_back(messages.send(data[size_t(i)], 1, 0, soon()));
         driveUntil(messages, [&] {
@@ -181,10 +185,10 @@ TEST_P(LargeMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
         for (const auto& message : sent) expectOk(messages, message);
       },
       [&](Group&, PointToPoint& messages) {
-        std::vector<Bytes> data(kCount, Bytes(kBytes));
+        std::vector<Bytes> data(kCount, Bytes(length()));
         for (int i = 0; i < kCount; ++i)
           expectOk(messages, messages.receive(data[size_t(i)], 0, 0, soon()));
-        for (int i = 0; i < kCount; ++i) EXPECT_EQ(data[size_t(i)], contents(kBytes, i));
+        for (int i = 0; i < kCount; ++i) EXPECT_EQ(data[size_t(i)], contents(length(), i));
         received.count_down();
         driveUntil(messages, [&] { return !messages.owes(); });
         EXPECT_TRUE(messages.progress());
@@ -192,12 +196,12 @@ TEST_P(LargeMessages, AcknowledgementsWaitForASenderThatDoesNotLook) {
 }
 
 // The receiver is told that a send was given up. Later sends have their full room.
-TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
+TEST_P(FetchedMessages, ThatWereGivenUpLeaveRoomForOthers) {
   constexpr int kCount = 3 * int(kMailboxCells + kMailboxAcks);
   std::latch givenUp(1);
   run(
       [&](Group&, PointToPoint& messages) {
-        const Bytes lost = contents(kBytes, 1), data = contents(kBytes, 2);
+        const Bytes lost = contents(length(), 1), data = contents(length(), 2);
         for (int i = 0; i < kCount; ++i) {
           const auto sent = messages.send(lost, 1, 5, soon());
           driveUntil(messages, [&] { return sent->wasSent(); });
@@ -209,12 +213,12 @@ TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
         expectOk(messages, messages.send(data, 1, 5, soon()));
       },
       [&](Group&, PointToPoint& messages) {
-        Bytes data(kBytes);
+        Bytes data(length());
         // This receive takes the announcements out of the mailbox as they arrive.
         const auto later = messages.receive(data, 0, 6, soon());
         driveUntil(messages, [&] { return givenUp.try_wait(); });
         expectOk(messages, later);
-        EXPECT_EQ(data, contents(kBytes, 2));
+        EXPECT_EQ(data, contents(length(), 2));
         for (int i = 0; i < kCount; ++i) {
           const auto none = messages.receive(data, 0, 5, soon());
           ASSERT_TRUE(messages.wait(*none, soon()));
@@ -224,16 +228,16 @@ TEST_P(LargeMessages, ThatWereGivenUpLeaveRoomForOthers) {
               << none->status().error().message;
         }
         expectOk(messages, messages.receive(data, 0, 5, soon()));
-        EXPECT_EQ(data, contents(kBytes, 2));
+        EXPECT_EQ(data, contents(length(), 2));
       });
 }
 
 // A message releases its owner when it ends, in any way, and not before.
-TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
+TEST_P(FetchedMessages, KeepTheirOwnersUntilTheyEnd) {
   std::latch looked(1);
   run(
       [&](Group&, PointToPoint& messages) {
-        auto data = std::make_shared<Bytes>(contents(kBytes, 3));
+        auto data = std::make_shared<Bytes>(contents(length(), 3));
         const std::weak_ptr<Bytes> seen = data;
         const Bytes& bytes = *data;
         const auto sent = messages.send(bytes, 1, 0, soon(), nullptr, std::move(data));
@@ -243,7 +247,7 @@ TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
         looked.count_down();
         expectOk(messages, sent);
         EXPECT_TRUE(seen.expired()) << "after its end";
-        auto other = std::make_shared<Bytes>(contents(kBytes, 4));
+        auto other = std::make_shared<Bytes>(contents(length(), 4));
         const std::weak_ptr<Bytes> seenOther = other;
         const Bytes& otherBytes = *other;
         const auto cancelled = messages.send(otherBytes, 1, 9, soon(), nullptr, std::move(other));
@@ -254,13 +258,13 @@ TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
       },
       [&](Group&, PointToPoint& messages) {
         looked.wait();
-        auto data = std::make_shared<Bytes>(kBytes);
+        auto data = std::make_shared<Bytes>(length());
         const std::weak_ptr<Bytes> seen = data;
         Bytes& bytes = *data;
         const auto received =
             messages.receive(bytes, 0, 0, Deadline::after(std::chrono::seconds(60)), nullptr, data);
         expectOk(messages, received);
-        EXPECT_EQ(*data, contents(kBytes, 3));
+        EXPECT_EQ(*data, contents(length(), 3));
         data.reset();
         EXPECT_TRUE(seen.expired()) << "after its end";
       });
@@ -268,11 +272,11 @@ TEST_P(LargeMessages, KeepTheirOwnersUntilTheyEnd) {
 
 // A rank that comes back may be fenced before it learns that the job goes on without it. Only the
 // view says so: until then its receive waits, and does not end with a broken fetch.
-TEST_P(LargeMessages, FromARankThatFencedUsWaitForTheView) {
+TEST_P(FetchedMessages, FromARankThatFencedUsWaitForTheView) {
   std::latch begun(1), fenced(1), done(2);
-  runRanks({.size = 2, .transports = {GetParam()}}, [&](Group& group) {
-    PointToPoint messages(group);
-    const Bytes data = contents(kBytes, 5);
+  runRanks({.size = 2, .transports = {wire()}}, [&](Group& group) {
+    PointToPoint messages(group, untilReceived());
+    const Bytes data = contents(length(), 5);
     if (group.rank() == 0) {
       const auto sent = messages.send(data, 1, 0, soon());
       driveUntil(messages, [&] { return sent->wasSent(); });
@@ -281,7 +285,7 @@ TEST_P(LargeMessages, FromARankThatFencedUsWaitForTheView) {
       fenced.count_down();
       done.arrive_and_wait();
     } else {
-      Bytes never(1), target(kBytes);
+      Bytes never(1), target(length());
       // Takes in the announcement, which a fence may drop on its way.
       const auto other = messages.receive(never, 0, 7, Deadline::after(kABit));
       EXPECT_FALSE(messages.wait(*other, Deadline::after(kABit)) && other->status().ok());
@@ -303,8 +307,9 @@ TEST_P(LargeMessages, FromARankThatFencedUsWaitForTheView) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Wires, LargeMessages,
-                         testing::Values("inproc", "shm", "tcp", "sim", "fabric"));
+INSTANTIATE_TEST_SUITE_P(Wires, FetchedMessages,
+                         testing::Combine(testing::Values("inproc", "shm", "tcp", "sim", "fabric"),
+                                          testing::Values(kCellPayload + 100, size_t(100))));
 
 }  // namespace
 }  // namespace mooncake::test
