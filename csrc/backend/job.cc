@@ -194,10 +194,11 @@ std::unique_ptr<Group> Job::makeAlone(GroupOptions options, Deadline deadline) c
 }
 
 // A rank that is out of the job makes no groups.
-std::unique_ptr<Group> Job::makeGroup(GroupOptions options, Deadline deadline) const {
+std::unique_ptr<Group> Job::makeGroup(const Group& parent, GroupOptions options,
+                                      Deadline deadline) const {
   if (hasLeft_) throwError({ErrorCode::kAborted, "the process group was destroyed"});
   throwIfError(membership_->standing());
-  return orThrow(Group::createWithin(membership_, std::move(options), deadline));
+  return orThrow(Group::createWithin(membership_, std::move(options), deadline, parent.roster()));
 }
 
 void Job::add(const void* group, std::function<void(Farewell::How)> leave) {

@@ -41,8 +41,9 @@ class Job {
                               const GroupOptions& group, Deadline deadline);
   // Of a process that has joined the job: a group of these ranks that has this one alone.
   std::unique_ptr<Group> makeAlone(GroupOptions options, Deadline deadline) const;
-  // Collective over the ranks of the new group, which are ranks of this job.
-  std::unique_ptr<Group> makeGroup(GroupOptions options, Deadline deadline) const;
+  // Collective over the ranks of the new group, which are members of `parent`.
+  std::unique_ptr<Group> makeGroup(const Group& parent, GroupOptions options,
+                                   Deadline deadline) const;
 
   // `leave` is called when another group of the job leaves first; any thread. Groups leave in the
   // order of add(), which is the same on all ranks. In another order on each rank, two ranks could

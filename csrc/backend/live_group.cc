@@ -50,7 +50,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
       events_->begin(0);
       startLine(job_->makeAlone(events_->with(groupOptions(), 0), init));
     } else {
-      startLine(job_->makeGroup(events_->with(groupOptions(), 1), init));
+      startLine(job_->makeGroup(*world->group(), events_->with(groupOptions(), 1), init));
     }
   } else {
     job_ = std::make_shared<Job>(rank, size, options_);
@@ -128,7 +128,12 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
   // createWithin() takes the global ranks for ranks of the job. In a job of its own, a group has
   // other ranks.
   // Groups of one name are counted, and a process that comes later has made none of the earlier ones.
-  const uint32_t series = line_->series();
+  uint32_t series;
+  std::shared_ptr<Group> parent;
+  do {
+    series = line_->series();
+    parent = group();
+  } while (series != line_->series());
   GroupOptions options{
       .name = options_.groupName + "/" + purpose + (series > 1 ? "@" + std::to_string(series) : ""),
       .rank = rank_,
@@ -140,7 +145,7 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
       .raises = raises,
       .onView = std::move(onView)};
   return line_->isNewcomer() ? job_->makeAlone(std::move(options), deadline)
-                             : job_->makeGroup(std::move(options), deadline);
+                             : job_->makeGroup(*parent, std::move(options), deadline);
 }
 
 void LiveGroup::refuseInForkedChild() const {

@@ -110,11 +110,12 @@ Status Group::beginJob(Deadline deadline) {
 }
 
 Result<std::unique_ptr<Group>> Group::createWithin(std::shared_ptr<Membership> job,
-                                                   GroupOptions options, Deadline deadline) {
+                                                   GroupOptions options, Deadline deadline,
+                                                   std::shared_ptr<const Roster> roster) {
   // Every member counts the group, also if it cannot make it.
   const auto topics = job->newTopics(options.name, jobRanksOf(options));
   if (!topics.ok()) return topics.error();
-  return createOn(std::move(job), std::move(options), *topics, nullptr, deadline);
+  return createOn(std::move(job), std::move(options), *topics, std::move(roster), deadline);
 }
 
 std::vector<int> Group::jobRanksOf(const GroupOptions& options) {
@@ -329,6 +330,7 @@ Status Group::start(Meeting meeting) {
   isCrowded_ = window_->fullyMapped() && spin_.pauses == 0;
   isOut_ = std::make_unique<std::atomic<bool>[]>(size_t(size()));
   topic_ = meeting.topic;
+  roster_ = meeting.roster;
   agent_ = std::make_shared<FlushAgent>(  // [made]
       *this, *membership_,
       FlushAgent::Options{.group = name(),

@@ -68,9 +68,11 @@ class Group final : public FlushOwner {
   static Bytes publishedBy(const Engine& engine);
   static constexpr const char* kPublished = "members";  // name of the exchange in the store
   // Makes a group of ranks of a job. A rank that is out of the job, or is lost meanwhile, keeps its
-  // number in the group and takes no part.
-  static Result<std::unique_ptr<Group>> createWithin(std::shared_ptr<Membership> job,
-                                                     GroupOptions options, Deadline deadline);
+  // number in the group and takes no part. `roster`: of a group whose members make this one. A
+  // process that has joined the job since takes no part either. Null: the present roster.
+  static Result<std::unique_ptr<Group>> createWithin(
+      std::shared_ptr<Membership> job, GroupOptions options, Deadline deadline,
+      std::shared_ptr<const Roster> roster = nullptr);
   // The same over two topics that no other group has: see topicsOf(). Its members are those of
   // `roster`; null: of the present one.
   using Topics = std::pair<uint64_t, uint64_t>;
@@ -125,6 +127,8 @@ class Group final : public FlushOwner {
   Status usable() const override;
 
   const std::shared_ptr<Membership>& membership() const { return membership_; }
+  // The processes that the group was made of.
+  const std::shared_ptr<const Roster>& roster() const { return roster_; }
   FlushAgent& agent() const { return *agent_; }
   // How this group ends its series, to go on in a successor.
   Renewal& renewal() const { return agent_->renewal(); }
@@ -237,6 +241,7 @@ class Group final : public FlushOwner {
   mutable Mutex failureMutex_;
   Status failure_ GUARDED_BY(failureMutex_);
   std::shared_ptr<Membership> membership_;
+  std::shared_ptr<const Roster> roster_;
   std::unique_ptr<MemberExchange> exchange_;  // null: the group is a whole job
   std::shared_ptr<FlushAgent> agent_;
   Mutex reconnectMutex_;
