@@ -51,6 +51,13 @@ cpp() { # sanitizer or none, then arguments of ctest
   "${runner[@]}" ctest --test-dir "$build" --output-on-failure -j "$jobs" "$@" | grep -vE '^ *([0-9]+/[0-9]+ .* Passed|Start)'
 }
 
+# Seeds from 1 on: an ordinary run has 80. In cpp() a test may take two minutes only.
+renewals() { # number of cases
+  cpp none -N >/dev/null
+  step "replacements of ranks that are killed at any step: $1 cases"
+  MOONCAKE_TEST_CASES=$1 build/cpp-none/mooncake_tests --gtest_filter='RenewalSweep.*'
+}
+
 # Where threads of several rooms meet, as far as it takes seconds; everything is in --all.
 thread_slice=(-R 'FlushAgent|MessageClose|EngineMessages|ProgressLock|LeaseTable|EventLoop|EngineOpen|IdleConnections|SharedWork|TransferEngineThreads')
 
@@ -114,6 +121,7 @@ part() { # name in tests/turns.py
     kernels-*) kernels "${1#kernels-}" ;;
     mutants) kernels "mutants-$(python tests/turns.py --mutants)" ;;
     headers) headers ;;
+    renewals) renewals 300 ;;
     device) torchs_suite --device fake --every 8 ;;
     threads) test_files=$(python tests/turns.py --files threads) cpp thread "${thread_slice[@]}" ;;
     memory-?) test_files=$(python tests/turns.py --files "$1") cpp address,undefined ;;
@@ -158,6 +166,7 @@ case $mode in
     MOONCAKE_SIMT_SEEDS=150 kernels plain
     kernels address thread mutants
     cpp none
+    renewals 10000
     for sanitizer in thread address,undefined; do cpp "$sanitizer"; done
     python_tests tests -m 'not perf'
     lifetimes

@@ -39,7 +39,7 @@ def test_a_part_that_a_change_broke_is_red_at_the_next_commits():
 
 def test_the_newest_change_comes_first():
     torch = ["mooncake_backend/registration.py"]
-    rows = turns.plan([torch, KERNELS], 700, 36)
+    rows = turns.plan([torch, KERNELS], 700, 40)
     ages = [row.age for row in rows if row.chosen and row.age is not None]
     assert ages == sorted(ages)
     assert set(ages) == {0, 1}

@@ -84,6 +84,8 @@ def parts() -> list[Part]:
         Part("headers", 3, on_headers, "headers of other CUDAs and of the oldest torch"),
         Part("longer", 5, lambda files: bool(longer_tests(files)),
              "longer tests of Python that the last commits reach", takes_turns=False),
+        Part("renewals", 5, lambda files: "renewal_sweep_test" in rooms.cpp_tests(files),
+             "300 cases of ranks that are killed and replaced"),
         Part("device", 3, on_torch, "an eighth of torch's own suite on a device"),
         Part("suite", 4, on_torch, "a quarter of torch's own suite"),
         Part("threads", 7,

@@ -1,7 +1,8 @@
 // Processes are killed and stopped at every step of a replacement: newcomers while they are let in,
 // members while they take one in, and those that came afterwards. In the end each rank is held by a
 // living process, all of them have seen the same operations, and no operation was lost or done twice.
-// Messages go on meanwhile: each one between two processes that live comes once, as it was sent.
+// Messages go on meanwhile: each one between two processes that live comes once, as it was sent. So do
+// dispatches and combines: each has the rows of this turn, of all ranks that took part.
 // Environment variables:
 //   MOONCAKE_TEST_CASES    number of cases; 1 prints the story
 //   MOONCAKE_TEST_SEED     seed of the first case
@@ -24,6 +25,7 @@
 #include "base/failpoint.h"
 #include "collectives/collectives.h"
 #include "draw.h"
+#include "expert_turns.h"
 #include "forked_ranks.h"
 #include "group/group_line.h"
 #include "message_traffic.h"
@@ -72,7 +74,9 @@ struct Case {
   bool onlyOneAsks;    // of the members, at first
   milliseconds pause;  // before a lost rank's next process starts
   std::vector<Fault> faults;
-  int ahead = 0;  // most messages of a stream that are under way; 0: there are no messages
+  int ahead = 0;         // most messages of a stream that are under way; 0: there are no messages
+  int expertsEvery = 0;  // turns from one dispatch and combine to the next; 0: there are none
+  size_t tokens = 0, hidden = 0;
 };
 
 constexpr const char* kInOperations[] = {"begin", "see-begun", "all-begun", "commit", "ended"};
@@ -85,18 +89,35 @@ constexpr const char* kOfMembers[] = {"admit",     "join-reported",  "term-close
 constexpr const char* kOfFlushes[] = {"join", "report", "tell", "decide", "act", "acted", "park"};
 constexpr const char* kOfMessages[] = {"message-announced", "message-fetch", "message-fetched",
                                        "message-acknowledged"};
+constexpr const char* kOfExperts[] = {"ep-take", "put-data", "write-data", "end-writes"};
+
+// Puts some faults at other points.
+template <size_t N>
+void drawPoints(Draw& draw, Case& c, const char* const (&points)[N]) {
+  for (Fault& fault : c.faults) {
+    // If two members of four were lost at once, the rest would have no quorum.
+    const bool canBeAtOnce = &fault != &c.faults.front() && fault.life == 0;
+    if (!draw.chance(20) || (canBeAtOnce && c.size < 5)) continue;
+    fault.point = draw.oneOf(points);
+    fault.nth = 1 + uint32_t(draw.below(60));
+  }
+}
 
 void drawMessages(Draw& draw, Case& c) {
   if (draw.chance(30)) return;
   constexpr int kAhead[] = {1, 3, 12};
   c.ahead = draw.oneOf(kAhead);
-  for (Fault& fault : c.faults) {
-    // If two members of four were lost at once, the rest would have no quorum.
-    const bool canBeAtOnce = &fault != &c.faults.front() && fault.life == 0;
-    if (!draw.chance(20) || (canBeAtOnce && c.size < 5)) continue;
-    fault.point = draw.oneOf(kOfMessages);
-    fault.nth = 1 + uint32_t(draw.below(60));
-  }
+  drawPoints(draw, c, kOfMessages);
+}
+
+void drawExperts(Draw& draw, Case& c) {
+  if (draw.chance(50)) return;
+  constexpr int kEvery[] = {1, 2, 5};
+  constexpr size_t kTokens[] = {2, 8, 40}, kHidden[] = {64, 1000, 3000};
+  c.expertsEvery = draw.oneOf(kEvery);
+  c.tokens = draw.oneOf(kTokens);
+  c.hidden = draw.oneOf(kHidden);
+  drawPoints(draw, c, kOfExperts);
 }
 
 // At most two ranks are gone at a time, so that most are always there.
@@ -141,6 +162,7 @@ Case drawCase(uint64_t seed) {
   Draw more(mix(seed + 0x6a09e667f3bcc909));  // the rest of the case stays as it is without this
   drawMessages(more, c);
   if (more.chance(45)) c.wire = more.chance(80) ? more.oneOf(kMixedWires) : more.oneOf(kCardWires);
+  drawExperts(more, c);
   while (c.wire.hasHost && std::popcount(c.hosted) < 2)
     c.hosted = uint32_t(more.below((1 << c.size) - 1));
   return c;
@@ -153,6 +175,9 @@ std::string describe(const Case& c) {
        << (c.isAtOnePlace ? "at one place" : "anywhere")
        << (c.onlyOneAsks ? ", one member asks" : "") << ", after " << c.pause.count() << " ms";
   if (c.ahead > 0) text << ", up to " << c.ahead << " messages under way";
+  if (c.expertsEvery > 0)
+    text << ", experts every " << c.expertsEvery << " turns (" << c.tokens << " tokens of "
+         << c.hidden << ")";
   if (c.wire.hasHost) text << ", host of ranks " << std::hex << c.hosted << std::dec;
   text << ';';
   for (const Fault& fault : c.faults) {
@@ -171,6 +196,7 @@ std::string describe(const Case& c) {
 struct Entry {
   uint64_t turn, checksum;
   uint32_t contributors;  // a bit per rank
+  uint32_t there, back;   // the same of the dispatch and of the combine
 };
 
 struct Life {
@@ -246,6 +272,7 @@ class Process {
     if (asker_.joinable()) asker_.join();
     if (!line_) return;
     if (traffic_ && log_.standing == ErrorCode::kOk) endMessages();
+    if (experts_) experts_->close();
     line_->settle(Deadline::after(std::chrono::seconds(5)));
     line_->stop();
     if (traffic_ && !traffic_->close()) broken("a thread stays in a message", ErrorCode::kTimeout);
@@ -384,6 +411,10 @@ class Process {
                                [this](Group& to, const std::vector<bool>& stays) {
                                  if (traffic_) traffic_->move(to, stays);
                                }});
+    if (case_.expertsEvery > 0) {
+      experts_ = std::make_unique<ExpertTurns>(
+          ExpertTurns::Options{case_.seed, rank_, life_, case_.size, case_.tokens, case_.hidden});
+    }
     if (case_.ahead > 0) {
       traffic_ = std::make_unique<MessageTraffic>(
           MessageTraffic::Options{case_.seed, rank_, life_, case_.size, case_.ahead}, log_.traffic);
@@ -449,11 +480,31 @@ class Process {
         return broken("turn " + std::to_string(heads.turn) + ": " + wrong,
                       ErrorCode::kInvalidArgument);
       turn = heads.turn + 1;
+      uint32_t there = 0, back = 0;
+      if (experts_ && heads.turn % uint64_t(case_.expertsEvery) == 0) {
+        std::vector<uint64_t> lives;
+        for (int r = 0; r < case_.size; ++r) lives.push_back(last_[size_t(r)].first);
+        const auto ended = experts_->turn(*ranIn_, turn, lives, Deadline::after(kHang / 3));
+        if (!ended.status.ok()) {
+          log_.standing = ended.status.code();
+          if (!isOut(ended.status.code()))
+            broken("experts: " + ended.status.error().message, ended.status.code());
+          return;
+        }
+        if (!ended.wrong.empty())
+          return broken("turn " + std::to_string(turn) + ": " + ended.wrong,
+                        ErrorCode::kInvalidArgument);
+        there = ended.there;
+        back = ended.back;
+        tookPart_ = there & back;
+      } else {
+        tookPart_ = ~0u;
+      }
       const int at = log_.entries.load();
       if (at == kMostEntries) return broken("too many operations", ErrorCode::kExhausted);
       uint64_t checksum = 0;
       for (const uint64_t word : all) checksum = mix(checksum ^ word);
-      log_.log[at] = {turn, checksum, contributors};
+      log_.log[at] = {turn, checksum, contributors, there, back};
       log_.entries.store(at + 1, std::memory_order_release);
       if (heads.ends) return;
       if (case_.isAtOnePlace && heads.ready) recover(heads.ready & ~uint64_t(contributors));
@@ -479,6 +530,7 @@ class Process {
       }
       if (!status.ok()) return status;
       for (const int r : group->lastView->active) contributors |= 1u << r;
+      ranIn_ = group;
       return {};
     }
   }
@@ -513,6 +565,8 @@ class Process {
                ", call " + std::to_string(count);
       if (count > 0 && head.life > life && head.count != 1)
         return name + " is not the first of that life";
+      if (count > 0 && head.life == life && !(tookPart_ >> r & 1))
+        return "rank " + std::to_string(r) + " had no part in the experts' turn before";
       last_[r] = {head.life, head.count};
       heads.turn = std::max(heads.turn, head.turn);
       heads.ready |= head.ready;
@@ -536,6 +590,9 @@ class Process {
   std::mutex operation_;  // held while an operation runs, or the line moves
   std::unique_ptr<GroupLine> line_;
   std::unique_ptr<MessageTraffic> traffic_;
+  std::unique_ptr<ExpertTurns> experts_;
+  std::shared_ptr<Group> ranIn_;  // the series of the last operation
+  uint32_t tookPart_ = ~0u;       // in the last turn of the experts
   std::thread asker_;
   std::atomic<bool> hasEnded_{false}, failed_{false};
   std::map<size_t, std::pair<uint64_t, uint64_t>> last_;  // of each rank: its life and call
@@ -764,8 +821,9 @@ class RunningCase {
                 std::to_string(entry.turn));
       const auto [place, isNew] = known.emplace(entry.turn, entry);
       const Entry& other = place->second;
-      const bool isSame =
-          entry.contributors == other.contributors && entry.checksum == other.checksum;
+      const bool isSame = entry.contributors == other.contributors &&
+                          entry.checksum == other.checksum && entry.there == other.there &&
+                          entry.back == other.back;
       if (isSame || (!isBinding && i == one.entries - 1)) continue;
       problem(name + " ended turn " + std::to_string(entry.turn) + " in another way than others");
     }
