@@ -51,7 +51,7 @@ cpp() { # sanitizer or none, then arguments of ctest
   "${runner[@]}" ctest --test-dir "$build" --output-on-failure -j "$jobs" "$@" | grep -vE '^ *([0-9]+/[0-9]+ .* Passed|Start)'
 }
 
-# Seeds from 1 on: an ordinary run has 80. In cpp() a test may take two minutes only.
+# Seeds from 1 on: an ordinary run has 50. In cpp() a test may take two minutes only.
 renewals() { # number of cases
   cpp none -N >/dev/null
   step "replacements of ranks that are killed at any step: $1 cases"

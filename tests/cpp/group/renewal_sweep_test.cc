@@ -40,6 +40,12 @@ constexpr milliseconds kFailureTimeout{500};
 constexpr auto kHang = std::chrono::seconds(30);
 constexpr auto kPatience = std::chrono::seconds(20);
 constexpr size_t kEager = 8 << 10;
+// A test has two minutes.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr uint64_t kUsualCases = 20;
+#else
+constexpr uint64_t kUsualCases = 50;
+#endif
 const JobIdentity kIdentity{.job = "sweep", .mode = "continue", .options = 1};
 
 // ---- a case
@@ -843,7 +849,7 @@ class RunningCase {
 TEST(RenewalSweep, AllRanksAreThereInTheEnd) {
   if (!canFork()) GTEST_SKIP() << "threads are left of other tests: run this one by itself";
   const uint64_t seed = numberIn(std::getenv("MOONCAKE_TEST_SEED"), 1);
-  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_CASES"), 80);
+  const uint64_t count = numberIn(std::getenv("MOONCAKE_TEST_CASES"), kUsualCases);
   const size_t atOnce = numberIn(std::getenv("MOONCAKE_TEST_AT_ONCE"), 1);
   std::vector<std::unique_ptr<RunningCase>> running;
   std::map<uint64_t, int> disturbed;
