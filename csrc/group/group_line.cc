@@ -339,14 +339,18 @@ void GroupLine::wishFor(uint64_t digest) {
 uint64_t GroupLine::wishForLiving(const Group& group, uint64_t before) {
   const std::vector<bool> active = activeOf(group);
   uint64_t digest;
+  bool isWished, isMade;
   {
     Lock lock(mutex_);
     if (current_.get() != &group) return before;
     const auto one = living(active);
     if (one == preparations_.end()) return 0;
     digest = one->first;
-    if (digest == before && one->second.isWished) return digest;
+    isWished = digest == before && one->second.isWished;
+    isMade = one->second.group != nullptr;
   }
+  // A newcomer's wish for a successor that is void here may have taken the place of ours.
+  if (isWished && (!isMade || group.agent().state().wish == digest)) return digest;
   wishFor(digest);
   return digest;
 }

@@ -18,8 +18,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 for tool in spin "${CC:=gcc}"; do
   command -v "$tool" >/dev/null || { echo "run.sh: $tool is missing (Debian, Ubuntu: apt-get install $tool)" >&2; exit 2; }
 done
-quick=' flush-raise-before flush-outofplace msg-outofplace skip-acyclic view-grace-split calls-crashes join-alone join-accuses line-calls
-  mut-depth1 mut-nodone mut-skipone mut-noword mut-calls-noall mut-join-unasked mut-join-terms mut-join-believed mut-line-mailbox
+quick=' flush-raise-before flush-outofplace msg-outofplace skip-acyclic view-grace-split calls-crashes join-alone join-accuses line-two line-gives
+  mut-depth1 mut-nodone mut-skipone mut-noword mut-calls-noall mut-join-unasked mut-join-terms mut-join-believed mut-line-anybody mut-line-again
   mut-move-own mut-move-raised '
 work=$(mktemp -d) || exit 2
 trap 'rm -rf "$work"' EXIT
@@ -147,11 +147,24 @@ line-deaths           | ok      | line | -DCALLS=1 -DC=2
 line-three            | ok      | line | -DCALLS=1 -DC=0 -DMEMBERS=3
 line-place            | ok      | line | -DCALLS=2 -DC=1 -DALLASK
 line-messages         | ok      | line | -DCALLS=2 -DC=0 -DMSGS=1
+line-callers          | ok      | line | -DCALLS=0 -DC=0 -DMEMBERS=3 -DASKS=3
+line-two              | ok      | line | -DCALLS=0 -DC=0 -DNEWS=2 -DASKS=2
+line-two-death        | ok      | line | -DCALLS=0 -DC=1 -DNEWS=2
+line-again            | ok      | line | -DCALLS=0 -DC=1 -DAGAIN=1 -DASKS=2
+line-gives            | ok      | line | -DCALLS=0 -DC=0 -DGIVES=1 -DASKS=2
+line-gives-two        | ok      | line | -DCALLS=0 -DC=0 -DNEWS=2 -DGIVES=1 -DASKS=2
+line-gives-death      | ok      | line | -DCALLS=0 -DC=1 -DGIVES=1 -DASKS=2 -DMOST=3
 mut-line-told         | mutant  | line | -DM_LINE_TOLD -DCALLS=1 -DC=1
 mut-line-returns      | mutant  | line | -DM_LINE_RETURNS -DCALLS=1 -DC=0
 mut-line-nodrain      | mutant  | line | -DM_LINE_NODRAIN -DALLASK -DC=0
 mut-line-mailbox      | mutant  | line | -DM_LINE_MAILBOX -DMSGS=1 -DCALLS=1 -DC=0
 mut-line-retired      | mutant  | line | -DM_LINE_RETIRED -DMSGS=1 -DCALLS=1 -DC=0
+mut-line-allpropose   | mutant  | line | -DM_LINE_ALLPROPOSE -DCALLS=0 -DC=0 -DMEMBERS=3 -DASKS=3 -DMOST=3
+mut-line-onemaker     | mutant  | line | -DM_LINE_ONEMAKER -DM_LINE_ALLPROPOSE -DCALLS=0 -DC=0 -DNEWS=2 -DASKS=2
+mut-line-anybody      | mutant  | line | -DM_LINE_ANYBODY -DCALLS=0 -DC=0 -DNEWS=2
+mut-line-again        | mutant  | line | -DM_LINE_AGAIN -DCALLS=0 -DC=0 -DGIVES=1 -DASKS=2
+mut-line-unsure       | mutant  | line | -DM_LINE_UNSURE -DCALLS=0 -DC=0 -DGIVES=1
+mut-line-wishonce     | mutant  | line | -DM_LINE_WISHONCE -DCALLS=2 -DC=1
 move-prepared         | ok      | flush | -DMV=1 -DNOPS=1 -DC=0 -DPREP
 move-death            | ok      | flush | -DMV=1 -DNOPS=1 -DC=1
 move-call             | ok      | flush | -DMV=1 -DNOPS=2 -DC=0 -DFOLLOWED=1
