@@ -398,12 +398,18 @@ inline know() { skip }
 /* Random traces are for the code: there what is decided is done at once, and others hear of a flush by a report. So who has all
  * that it needs to decide when it reports, has decided; and who has begun to do what was decided does all of it. */
 #ifdef TRACE
-#define HEARD(r) VALID(REP(tag[r], r))
+#define HEARD(r) (VALID(REP(tag[r], r)) || MV > 0 && HAS(left, r))
+#if MV > 0 /* a leaver's later flush is joined first, where all are prepared */
+#define IS_LATER(r) (LEFT(r) && !VALID(REP(tag[me], r)) && tag[r] > tag[me] && R_READY(REP(tag[me], me)))
+#else
+#define IS_LATER(r) false
+#endif
 #define OTHERS COUNT(ALL & ~chain[EPOCH(tag[me])] & ~left & ~BIT(me))
 #define AT_IT (fz && rpd && (took || OTHERS == 0 || (by[me] != 0 && OTHERS == 1)))
 #define NOT_BY_ME(r) (tag[r] != tag[me] || by[r] != me + 1)
 #else
 #define HEARD(r) true
+#define IS_LATER(r) false
 #define AT_IT false
 #define NOT_BY_ME(r) true
 #endif
@@ -676,7 +682,11 @@ proctype Rank(byte me) {
   /* a caller of recover_ranks, idle or in an operation                                                   [wish-to-move] */
   :: d_step { mv > 0 && ph != P_END && !fz && IS_READY(me) && close[me] == 0 && left == 0 -> mv--; SAY(wish-to-move, 0, 0); wm = 1 }
   /* all are prepared: a round without a reason, also from idle                                            [start-round] */
+#ifdef TRACE /* as it knows */
+#define IS_PREPARED(r) (HAS(chain[EPOCH(tag[me])], r) || IS_READY(r))
+#else
 #define IS_PREPARED(r) (HAS(dead, r) || EVICTED(r) || IS_READY(r))
+#endif
   :: d_step { !fz && wm && ph != P_END && ph != P_COPY && !EVICTED(me) && EVERY(IS_PREPARED) && tag[me] % ROUNDS < ROUNDS - 1 ->
        freeze(tag[me] + 1); SAY(start-round, TAG(tag[me])) }
   /* the close has been reached: later calls run in the next series. My agent stays in this one                  [moved] */
@@ -863,7 +873,7 @@ proctype Rank(byte me) {
 #elif defined(M_TOEARLY) /* acts on the first timeout that it sees */
 #define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || VALID(REP(tag[me], r)) || rz == TIMEOUT)
 #else
-#define REPORTED(r) (HAS(OUTSIDE, r) || LEFT(r) || VALID(REP(tag[me], r)))
+#define REPORTED(r) (HAS(OUTSIDE, r) || VALID(REP(tag[me], r)) || LEFT(r) && !IS_LATER(r))
 #endif
 #define REPORTER(r) (!HAS(OUTSIDE, r) && VALID(REP(tag[me], r)) -> BIT(r) : 0)
 #if N == 4

@@ -264,6 +264,11 @@ flush     | -DNOPS=3 -DC=1 -DSK=2 -DTB=1
 flush     | -DMSG -DNOPS=2 -DC=1 -DSK=2 -DTB=1 -DRE
 flush     | -DNOPS=3 -DC=0 -DSK=2 -DTB=1 -DL2=1
 flush     | -DN=4 -DRAISE -DNOPS=2 -DC=1 -DSK=2
+flush     | -DMV=2 -DNOPS=2 -DC=1 -DPREP
+flush     | -DMV=2 -DNOPS=3 -DC=1 -DTB=1 -DAB -DFOLLOWED=1
+flush     | -DMSG -DMV=1 -DNOPS=2 -DC=1 -DK0=RD -DK1=GA -DPREP
+flush     | -DN=4 -DMV=2 -DNOPS=2 -DC=2
+flush     | -DMV=2 -DNOPS=2 -DC=0 -DL2=1
 '
 make_traces() { # how many; ten at a time, for spin takes longer to read the model than to go through it
   local variants i seed model flags

@@ -211,8 +211,10 @@ class FlushReplay {
       : size_(ranks),
         raises_(says(header, "-DRAISE")),
         skips_(header.find(" -DSK=") != std::string::npos),
+        moves_(header.find(" -DMV=") != std::string::npos),
         ranks_(size_t(ranks)) {
     for (int r = 0; r < size_; ++r) make(r, 0);
+    for (int r = 0; r < size_ && moves_ && !says(header, "-DPREP"); ++r) prepare(r);
     if (says(header, "-DPRE=1")) ranks_.back().isAlive = false;
   }
 
@@ -255,7 +257,11 @@ class FlushReplay {
     std::optional<FlushAction::GoOn>
         goOn;  // decision of the machine that the model has not acted on
     std::optional<Error> heeded;
+    // Of the end of the series, as the model has it.
+    bool isReady = false, wishes = false;
+    std::optional<SeriesClose> decided, close;
   };
+  static constexpr uint64_t kSuccessor = 7;
 
   static constexpr auto kResend = std::chrono::milliseconds(50);
 
@@ -371,6 +377,41 @@ class FlushReplay {
     EXPECT_EQ(last.ended, ranks_[size_t(me)].k);
     EXPECT_EQ(last.attempt, attemptIn(line)) << "what it reported for";
     EXPECT_EQ(last.isOld, line.decimal(4) != 0);
+    if (ranks_[size_t(me)].close) {
+      EXPECT_EQ(last.closing, ranks_[size_t(me)].close);
+    }
+  }
+
+  // -- the end of the series
+
+  // All that live hear of it at once.
+  void prepare(int me) {
+    ranks_[size_t(me)].isReady = true;
+    const auto actions = machine(me).readyFor(kSuccessor);
+    ASSERT_TRUE(actions);
+    for (const Letter& letter : take(me, *actions)) {
+      if (ranks_[size_t(letter.to)].isAlive) deliver(me, letter.to, letter.message);
+    }
+  }
+  void prepared(const Line&, int me) { prepare(me); }
+  void wishToMove(const Line&, int me) {
+    Rank& rank = ranks_[size_t(me)];
+    rank.wishes = true;
+    machine(me).wishesFor(kSuccessor, rank.now);
+  }
+  // The close that the model decides with this line.
+  std::optional<SeriesClose> closeIn(int me) const {
+    if (rest_.empty() || rest_[0].name != "closes" || rest_[0].decimal(0) != me)
+      return std::nullopt;
+    return SeriesClose{kSuccessor, uint64_t(rest_[0].decimal(2))};
+  }
+  void moved(const Line&, int me) {
+    const Rank& rank = ranks_[size_t(me)];
+    EXPECT_FALSE(rank.machine->isFrozen());
+    ASSERT_TRUE(rank.machine->close());
+    EXPECT_EQ(rank.machine->close(), rank.close);
+    EXPECT_LE(rank.close->number, rank.k);
+    EXPECT_FALSE(rank.machine->wantsToMove());
   }
 
   // -- the beginning of a flush
@@ -385,12 +426,42 @@ class FlushReplay {
     Rank& rank = ranks_[size_t(me)];
     const bool isWished = !rest_.empty() && rest_[0].name == "abort" && rest_[0].decimal(0) == me;
     const int other = (me + 1) % size_;
-    if (!isWished && rank.machine->isActive(other) && isTurn("a connection is made again", 2)) {
+    if (moves_ && !isWished) {
+      EXPECT_TRUE(rank.wishes && areReady(me));
+      askTheUnready(me);
+      take(me, machine(me).move(rank.now));
+    } else if (!isWished && rank.machine->isActive(other) &&
+               isTurn("a connection is made again", 2)) {
       take(me, machine(me).reconnected(other, true, rank.now));
     } else {
       take(me, machine(me).parked(rank.k + 1, AbortReason::kNone, {}, rank.now));
     }
     expectFrozen(line, me);
+  }
+  // Returns the questions that become due first: there are timers for reports and for readiness.
+  std::vector<Letter> tick(int me) {
+    Rank& rank = ranks_[size_t(me)];
+    std::vector<Letter> questions;
+    for (int ticks = 0; questions.empty() && ticks < 3 && rank.machine->nextTick(); ++ticks) {
+      rank.now = std::max(rank.now, *rank.machine->nextTick());
+      questions = take(me, machine(me).tick(rank.now));
+    }
+    EXPECT_FALSE(questions.empty());
+    return questions;
+  }
+  // A report that a member made before it was ready has come behind the word that it is.
+  void askTheUnready(int me) {
+    if (machine(me).wantsToMove()) return;
+    for (const Letter& question : tick(me)) {
+      EXPECT_EQ(question.message.kind, Kind::kAsk);
+      ask(me, question.to, question.message);
+    }
+  }
+  bool areReady(int me) const {
+    const std::vector<int>& active = ranks_[size_t(me)].machine->active();
+    return std::ranges::all_of(active, [&](int r) {
+      return ranks_[size_t(r)].isReady || !ranks_[size_t(me)].machine->isActive(r);
+    });
   }
   void missLeaver(const Line& line, int me) {
     Rank& rank = ranks_[size_t(me)];
@@ -486,6 +557,11 @@ class FlushReplay {
         EXPECT_EQ(mine.hasBegun, (line.decimal(5) & 2) != 0);
         EXPECT_EQ(mine.wantsToSkip, (line.decimal(5) & 4) != 0);
       }
+      EXPECT_EQ(mine.ready.size(), rank.isReady ? 1u : 0u);
+      EXPECT_EQ(mine.wish, rank.wishes && !mine.closing ? kSuccessor : 0);
+      if (rank.close) {
+        EXPECT_EQ(mine.closing, rank.close);
+      }
     }
     if (rank.heeded) {
       EXPECT_EQ(rank.machine->howEnded(rank.k).code, rank.heeded->code);
@@ -511,7 +587,9 @@ class FlushReplay {
       }
       ASSERT_TRUE(rank.goOn) << "the code does not decide";
     }
+    rank.decided = closeIn(me);
     if (rank.goOn) {
+      EXPECT_EQ(rank.machine->close(), rank.decided) << "where the series closes";
       int members = 0;
       for (const int r : rank.goOn->members) members |= 1 << r;
       EXPECT_EQ(members, line.decimal(5) & 15) << "who goes on";
@@ -527,17 +605,22 @@ class FlushReplay {
 
     // Computes the decision from all reports that the model's rank has heard.
     std::vector<const FlushReport*> reports;
+    std::map<int, FlushReport> ofLeavers;
     for (int r = 0; r < size_; ++r) {
       const auto found = reports_.find({target, r});
       if ((reporters >> r & 1) != 0 && found != reports_.end()) {
         reports.push_back(&found->second.report);
       } else if (std::ranges::binary_search(rank.machine->active(), r) && left_.contains(r)) {
-        reports.push_back(&left_[r].report);
+        FlushReport& last = ofLeavers[r] = left_[r].report;
+        last.hasLeft = last.attempt != target;
+        if (last.hasLeft) last.wish = 0;
+        reports.push_back(&last);
       }
     }
     const Error lost{ErrorCode::kPeerLost, ""};
     const FlushDecision decision = decideFlush(reports, raises_ ? &lost : nullptr);
     EXPECT_EQ(decision.next, line.decimal(2) + 1u) << "E";
+    EXPECT_EQ(decision.close, rank.decided) << "where the series closes";
     const Error* error = decision.errorOf(decision.next);
     EXPECT_EQ(error != nullptr, outcome != kAgain);
     if (error && outcome != kAgain) {
@@ -547,7 +630,7 @@ class FlushReplay {
   // Whether the model acts on this decision. If not, it drops it for another event.
   bool isGoneThroughWith(int me) const {
     for (const Line& line : rest_) {
-      if (line.decimal(0) != me) continue;
+      if (line.decimal(0) != me || line.name == "closes" || line.name == "prepared") continue;
       return line.name == "act" || line.name == "adopt";
     }
     return false;
@@ -560,9 +643,7 @@ class FlushReplay {
     const bool hasDecided = there.isAlive && !left_.contains(other) && !there.machine->isFrozen() &&
                             there.machine->attempt() == target;
     if (hasDecided && isTurn("a report is asked for", 2)) {
-      ASSERT_TRUE(rank.machine->nextTick());
-      rank.now = std::max(rank.now, *rank.machine->nextTick());
-      for (const Letter& question : take(me, machine(me).tick(rank.now))) {
+      for (const Letter& question : tick(me)) {
         EXPECT_EQ(question.message.kind, Kind::kRepeat);
         if (question.to == other) ask(me, other, question.message);
       }
@@ -603,6 +684,10 @@ class FlushReplay {
     EXPECT_FALSE(rank.machine->isFrozen());
     rank.ended = rank.k;
     rank.goOn.reset();
+    if (rank.decided) {
+      rank.close = rank.decided;
+      rank.wishes = false;
+    }
   }
   static void expectEnded(Rank& rank, Verdict verdict, int by) {
     EXPECT_GE(rank.machine->ended(), rank.k);
@@ -626,6 +711,7 @@ class FlushReplay {
   const int size_;
   const bool raises_;
   const bool skips_;  // the model has wishes to skip, and its reports have `begun`
+  const bool moves_;  // the model has the end of the series
   std::vector<Rank> ranks_;
   std::span<const Line> rest_;
   static inline int turns_ = 0;
@@ -655,6 +741,10 @@ const FlushReplay::Step FlushReplay::kSteps[] = {
     {"act", &FlushReplay::act},
     {"crash", &FlushReplay::crash},
     {"evicted", &FlushReplay::crash},
+    {"prepared", &FlushReplay::prepared},
+    {"wish-to-move", &FlushReplay::wishToMove},
+    {"closes", &FlushReplay::nothing},  // part of `decide`
+    {"moved", &FlushReplay::moved},
     // Steps between the callers, in their windows. They decide nothing.
     {"see-begun", &FlushReplay::nothing},
     {"all-begun", &FlushReplay::nothing},
