@@ -16,6 +16,9 @@ from mooncake_backend.token import text_of
 
 # How long recover_ranks() waits for a process that has not called join_group() yet, in seconds.
 READY_WITHIN = 20.0
+# How long admit() waits on a member to hear of a process of which another one has heard. Then that
+# process is dead.
+KNOWN_WITHIN = 5.0
 
 
 class ProposalStatus(enum.Enum):
@@ -44,7 +47,9 @@ def recover_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse
     """Lets new processes in for these ranks of the group, which are lost. One member has to call
     it; every member may, at any time, and gets the same answer. Waits until the caller's earlier
     calls have ended, until the processes have called join_group(), 20 seconds at most, and until
-    the group goes on with them. Later calls have their part. Ranks that are in already are skipped.
+    the group goes on with them. Later calls have their part; if other members are in the next call
+    already, that one does without, and the answer comes before it. Ranks that are in already are
+    skipped.
 
     ValueError: a rank that is not in the group, that stands twice, or no rank. RuntimeError: no
     process came for a rank, or a member did not get to it before the group's timeout; nothing has
@@ -85,7 +90,8 @@ def join_token(group: Any) -> str:
 
 def admit(group: Any) -> list[int]:
     """Lets in whoever waits, at one place of the program: every member calls it there. Returns the
-    ranks that have come, the same on all; mostly none. Costs an all_reduce of a byte for each
+    ranks that have come, the same on all; mostly none. One that is lost again at once is among
+    them: no member can know what the others have seen of it. Costs an all_reduce of a byte for each
     rank."""
     backend = backend_of(group)
     waits = torch.zeros(backend.size(), dtype=torch.uint8)
@@ -96,10 +102,10 @@ def admit(group: Any) -> list[int]:
     options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
     cast("Any", backend).allreduce([waits], options).wait()
     ranks: list[int] = waits.nonzero().flatten().tolist()
-    if not ranks:
-        return []
-    answer = recover_ranks(group, ranks)
-    return [rank for rank in ranks if rank not in answer.dropped_ranks]
+    if ranks:
+        _refuse_in_capture("admit")
+        backend.recover_ranks(ranks, KNOWN_WITHIN, drops_unready=True)
+    return ranks
 
 
 def _refuse_in_capture(name: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mooncake_backend
 from mooncake import pg
 from mooncake.mooncake_ep_buffer import Buffer
 
@@ -138,6 +139,49 @@ def test_messages_to_a_rank_that_was_lost():
         crew.board.set("killed")
         crew.replace(1, messages)
         crew.results()
+
+
+# ---- one member recovers the rank while the others are in their next call
+
+
+def totals_until(wanted: int, first: int) -> list[int]:
+    """The sums, from `first` on, until every rank takes part twice."""
+    found = [first]
+    while found[-2:] != [wanted] * 2:
+        found.append(total(dist.get_rank()))
+    return found
+
+
+def lone_caller(me: harness.Rank):
+    begin(me)
+    world = dist.group.WORLD
+    if me.board.has("replaced"):
+        pg.join_group(world)
+        return totals_until(2**SIZE - 1, 0)[1:]
+    total(me.rank)
+    me.board.set(f"began-{me.rank}")
+    if me.rank == LOST:
+        me.board.wait("never")
+    without = total(me.rank)
+    if me.rank == 2:
+        harness.until(lambda: pg.get_peer_state(world, [LOST]) == [True], "a newcomer")
+        state = mooncake_backend.dump_state
+        harness.until(lambda: "ranks 0, 3 began all_reduce" in state(world), "their next call")
+        assert pg.recover_ranks(world, [LOST]).status is pg.ProposalStatus.Applied
+    return totals_until(2**SIZE - 1, without)
+
+
+def test_one_member_recovers_a_rank_while_the_others_are_in_a_call():
+    with harness.Crew(SIZE, backend=None) as crew:
+        crew.start(lone_caller)
+        crew.board.wait_all("began", range(SIZE))
+        crew.kill(LOST)
+        crew.board.set("replaced")
+        crew.replace(LOST, lone_caller)
+        found = crew.results()
+    without = 2**SIZE - 1 - 2**LOST
+    assert found[0] == found[2] == found[3] == [without] * 2 + [2**SIZE - 1] * 2
+    assert found[LOST] == [2**SIZE - 1] * 2
 
 
 def short_and_not_received(me: harness.Rank):

@@ -81,8 +81,8 @@ class Job {
   const EngineEnv env_;
   const std::shared_ptr<Engine> lent_;
   const std::string launcherKey_;
-  const Bytes token_;  // empty: there is none
-  std::string id_;     // JobIdentity::job
+  const Bytes token_;                 // empty: there is none
+  std::string id_;                    // JobIdentity::job
   MergeStore::Members mergeMembers_;  // until begin()
   // For awaitRankZerosExit(). Null on rank 0: its server ends when the program drops the store.
   c10::intrusive_ptr<c10d::Store> rankZeroStore_;

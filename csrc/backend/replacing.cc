@@ -11,8 +11,8 @@ bool Replacing::isReady(int rank) const {
   return group_.isOpen() && rank < group_.size() && group_.line().isReady(rank);
 }
 
-std::vector<int> Replacing::recover(const std::vector<int>& ranks,
-                                    std::chrono::milliseconds ready) {
+std::vector<int> Replacing::recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
+                                    GroupLine::Unready unready) {
   group_.refuseInForkedChild();
   const std::string self = "rank " + std::to_string(group_.rank());
   const std::string name = self + ", recover_ranks of group '" + group_.options().groupName + "'";
@@ -31,7 +31,8 @@ std::vector<int> Replacing::recover(const std::vector<int>& ranks,
   const Deadline deadline = group_.deadline();
   if (!group_.queue()->drain(deadline))
     throwError({ErrorCode::kTimeout, name + ": calls before it have not ended. wait() for them"});
-  return orThrow(group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline));
+  return orThrow(
+      group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline, unready));
 }
 
 void Replacing::join() {

@@ -18,7 +18,8 @@ class Replacing {
   // Members: lets processes in for these ranks. Waits for the caller's earlier calls, and for
   // processes that come within `ready`. Ranks that are in are skipped: every member may call it, one
   // has to. Returns the ranks that were ready and are lost again.
-  std::vector<int> recover(const std::vector<int>& ranks, std::chrono::milliseconds ready);
+  std::vector<int> recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
+                           GroupLine::Unready unready);
   // Newcomers: waits until the members have let this rank in.
   void join();
 

@@ -480,10 +480,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "recover_ranks",
-          [](PythonBackend& backend, const std::vector<int>& ranks, double ready) {
-            return backend.replacing().recover(ranks, seconds(ready));
+          [](PythonBackend& backend, const std::vector<int>& ranks, double ready, bool drops) {
+            using Unready = mooncake::GroupLine::Unready;
+            return backend.replacing().recover(ranks, seconds(ready),
+                                               drops ? Unready::kIsDropped : Unready::kIsError);
           },
-          py::arg("ranks"), py::arg("ready"), py::call_guard<py::gil_scoped_release>())
+          py::arg("ranks"), py::arg("ready"), py::arg("drops_unready") = false,
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "join_group", [](PythonBackend& backend) { backend.replacing().join(); },
           py::call_guard<py::gil_scoped_release>())

@@ -24,6 +24,13 @@ constexpr size_t kMostOfNewcomers = 8;
 // Digests of given up successors that are kept.
 constexpr size_t kMostGivenUp = 64;
 
+// True: members are in a call that this rank has not begun, and the line moves behind it. The thread
+// that would begin it may be the one that waits here.
+bool waitsForCaller(const Group& group) {
+  const Renewal& renewal = group.renewal();
+  return renewal.close() && !renewal.hasEnded() && !group.agent().state().isBusy;
+}
+
 }  // namespace
 
 GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents> events,
@@ -453,10 +460,10 @@ std::vector<Newcomer> GroupLine::newcomersFor(const std::vector<int>& ranks,
 }
 
 Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline ready,
-                                            Deadline deadline) {
+                                            Deadline deadline, Unready unready) {
   std::ranges::sort(ranks);
   std::vector<int> dropped;
-  std::vector<Newcomer> wanted;
+  std::vector<Newcomer> asked;  // all that were wanted so far
   uint64_t wished = 0;
   int proposer = -1;
   std::optional<Repetition> asking;
@@ -464,21 +471,29 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
     const auto group = current();
     MOONCAKE_TRY(group->usable());
     std::erase_if(ranks, [&](int r) { return group->agent().isActive(r); });
-    // A newcomer that was asked for and is lost again.
-    for (const Newcomer& newcomer : wanted) {
-      if (members_.isLiving(newcomer) || std::erase(ranks, newcomer.rank) == 0) continue;
-      dropped.push_back(newcomer.rank);
-    }
+    const bool isUndecided = dropLost(*group, asked, ranks, dropped);
     if (ranks.empty()) return dropped;
+    if (waitsForCaller(*group))
+      return withoutNewcomers(*group, std::move(ranks), std::move(dropped));
     std::vector<int> missing;
+    std::vector<Newcomer> wanted;
     {
       Lock lock(mutex_);
       if (isStopped_) return Error{ErrorCode::kAborted, "the process group was destroyed"};
       if (isMoving_ || current_ != group) continue;
       wanted = newcomersFor(ranks, missing);
     }
+    for (const Newcomer& newcomer : wanted) {
+      if (std::ranges::count(asked, newcomer) == 0) asked.push_back(newcomer);
+    }
     if (!missing.empty()) {
-      if (ready.passed()) return notReady(*group, missing);
+      const bool isLate = isUndecided ? deadline.passed() : ready.passed();
+      if (isLate && unready == Unready::kIsError) return notReady(*group, missing);
+      for (const int rank : missing) {
+        if (!isLate) continue;
+        std::erase(ranks, rank);
+        dropped.push_back(rank);
+      }
     } else {
       if (const int now = proposerOf(*group); now != proposer) {
         proposer = now;
@@ -503,6 +518,52 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
     Lock lock(mutex_);
     changed_.wait_until(mutex_, Deadline::after(kLook).when());
   }
+}
+
+// Takes the ranks of lost newcomers out of `ranks`. Into `dropped`, unless the line has moved with them:
+// that holds for members that look later, too. Returns whether a flush may still decide that it does.
+bool GroupLine::dropLost(const Group& group, const std::vector<Newcomer>& asked,
+                         std::vector<int>& ranks, std::vector<int>& dropped) {
+  bool isUndecided = false;
+  for (const Newcomer& newcomer : asked) {
+    if (std::ranges::count(ranks, newcomer.rank) == 0) continue;
+    const bool isIn = lastMoveHas(newcomer);
+    if (!isIn && members_.isLiving(newcomer)) continue;
+    if (!isIn && !isGivenUp(group, newcomer)) {
+      isUndecided = true;
+      continue;
+    }
+    std::erase(ranks, newcomer.rank);
+    if (!isIn) dropped.push_back(newcomer.rank);
+  }
+  return isUndecided;
+}
+
+// A newcomer was lost. True: the line does not move to a successor with it any more, so all members
+// that asked for it drop it. False: it has moved, or a flush may still decide that it does.
+bool GroupLine::isGivenUp(const Group& group, const Newcomer& newcomer) {
+  dropVoid();
+  Lock lock(mutex_);
+  return current_.get() == &group && !group.renewal().close() &&
+         std::ranges::none_of(preparations_, [&](const auto& one) {
+           return std::ranges::count(one.second.successor.newcomers, newcomer) > 0;
+         });
+}
+
+// Adds to `dropped` the ranks that are not in the successor for which a close is decided.
+std::vector<int> GroupLine::withoutNewcomers(const Group& group, std::vector<int> ranks,
+                                             std::vector<int> dropped) const {
+  const auto close = group.renewal().close();
+  Lock lock(mutex_);
+  const auto next = preparations_.find(close->successor);
+  for (const int rank : ranks) {
+    if (next == preparations_.end() ||
+        std::ranges::none_of(next->second.successor.newcomers,
+                             [&](const Newcomer& newcomer) { return newcomer.rank == rank; }))
+      dropped.push_back(rank);
+  }
+  std::ranges::sort(dropped);
+  return dropped;
 }
 
 Status GroupLine::failureOf(uint64_t digest) const {

@@ -66,12 +66,14 @@ class GroupLine {
   // Whether a newcomer waits to take the place of this rank, which is lost.
   bool isReady(int rank) const EXCLUDES(mutex_);
 
-  // Members: lets newcomers in for these ranks, and waits until the line has moved. The caller's own
-  // earlier calls have ended. Ranks that are in are skipped. Returns the ranks among them for which
-  // a newcomer was ready and is lost again. kTimeout: names the ranks for which none is ready by
+  // Members: lets newcomers in for these ranks, and waits until the line has moved, or until it is
+  // decided that it moves behind a call that other members are in and this rank has not begun. The
+  // caller's own earlier calls have ended. Ranks that are in are skipped. Returns the ranks among
+  // them for which a newcomer was ready and is lost again, or comes later. kTimeout: names the ranks for which none is ready by
   // `ready`, or the members that have not come by `deadline`; nothing has changed.
-  Result<std::vector<int>> recover(std::vector<int> ranks, Deadline ready, Deadline deadline)
-      EXCLUDES(mutex_);
+  enum class Unready { kIsError, kIsDropped };  // a rank for which no newcomer is ready
+  Result<std::vector<int>> recover(std::vector<int> ranks, Deadline ready, Deadline deadline,
+                                   Unready unready = Unready::kIsError) EXCLUDES(mutex_);
   // Newcomers: waits until the members have let this rank in. Members return at once.
   Status join(Deadline deadline) EXCLUDES(mutex_);
 
@@ -115,6 +117,11 @@ class GroupLine {
   void checkTold(uint64_t digest) EXCLUDES(mutex_);
   std::vector<Newcomer> newcomersFor(const std::vector<int>& ranks, std::vector<int>& missing) const
       REQUIRES(mutex_);
+  bool dropLost(const Group& group, const std::vector<Newcomer>& asked, std::vector<int>& ranks,
+                std::vector<int>& dropped) EXCLUDES(mutex_);
+  bool isGivenUp(const Group& group, const Newcomer& newcomer) EXCLUDES(mutex_);
+  std::vector<int> withoutNewcomers(const Group& group, std::vector<int> ranks,
+                                    std::vector<int> dropped) const EXCLUDES(mutex_);
   Status failureOf(uint64_t digest) const EXCLUDES(mutex_);
   Error notReady(const Group& group, const std::vector<int>& missing) const;
   Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers,

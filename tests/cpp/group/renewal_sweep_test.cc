@@ -443,7 +443,8 @@ class Process {
   }
   void recover(uint64_t ready) {
     const auto dropped = line_->recover(newcomers(ready), Deadline::after(milliseconds(300)),
-                                        Deadline::after(std::chrono::seconds(5)));
+                                        Deadline::after(std::chrono::seconds(10)),
+                                        GroupLine::Unready::kIsDropped);
     if (dropped.ok() || dropped.error().code == ErrorCode::kTimeout) return;
     failed_ = true;
     log_.standing = dropped.error().code;
