@@ -48,6 +48,7 @@ struct MessagePair {
   MailboxPair mailboxes;
   bool isGone = false;           // the peer was gone when this round began
   bool isOut = false;            // and out of the view
+  bool isClosed = false;         // nothing more is taken out of its mailbox
   std::optional<uint64_t> left;  // the peer has left the group: number of its messages to us
   bool wanted = false;           // a receive waits for a message of this rank
   bool sendsHeld = false;  // a send to this rank waits for a free cell, and so do the later ones

@@ -276,7 +276,11 @@ bool PointToPoint::progressLocked() {
     pairs_[from].sendsHeld = false;
     pairs_[from].tagsHeld.clear();
     const bool wanted = std::exchange(pairs_[from].wanted, false) || fromAll;
-    if (wanted && from != group().rank()) takeIn(from);
+    if (!wanted || from == group().rank() || pairs_[from].isClosed) continue;
+    takeIn(from);
+    // A process that was evicted may go on to store messages. A receive that ends now without one must
+    // not be followed by one that gets it.
+    pairs_[from].isClosed = pairs_[from].isOut;
   }
   oneSided_.progress();
 
