@@ -170,6 +170,7 @@ byte tag[N];              /* the highest tag that this rank has frozen for; othe
 REPORTS rep[TAGS * N];    /* reports */
 byte res[N * MAXK];       /* verdicts: sent along with reports; ghost otherwise */
 byte chain[EPOCHS];       /* committed views: removed sets, by epoch */
+byte evicted;             /* ranks that a view has taken out while they were there */
 byte top;                 /* the last of them */
 byte dead, left;          /* masks: the truth; ranks learn it when they take a step that looks */
 byte leftold;             /* who left and was old in its last report */
@@ -387,13 +388,15 @@ inline know() {
 inline know() { skip }
 #endif
 
-/* The view of my tag is news to me, and has lost somebody: who destroyed the job on its side is not lost. */
+/* The view of my tag is news to me, and has lost somebody: who destroyed the job on its side is not lost, unless it was taken out
+ * before. */
+#define AT_PEACE (left & ~evicted)
 #if PRE > 0
 #define NEWS (EPOCH(tag[me]) > lde && EPOCH(tag[me]) > pre)
 #else
 #define NEWS (EPOCH(tag[me]) > lde)
 #endif
-#define OLD (NEWS && (chain[EPOCH(tag[me])] & ~chain[lde] & ~left) != 0)
+#define OLD (NEWS && (chain[EPOCH(tag[me])] & ~chain[lde] & ~AT_PEACE) != 0)
 
 /* Random traces are for the code: there what is decided is done at once, and others hear of a flush by a report. So who has all
  * that it needs to decide when it reports, has decided; and who has begun to do what was decided does all of it. */
@@ -773,7 +776,7 @@ proctype Rank(byte me) {
   :: d_step { fz && !rpd && ph == P_BEG && !wi && sk > 0 -> sk--; wi = 1; SAY(wish, 0, 0) }
 #endif
   /* a view without some members was committed: I am the first to know, or others were                [new-view] */
-#define SEEN(r) r, chain[EPOCH(tag[me])] | left << 4
+#define SEEN(r) r, chain[EPOCH(tag[me])] | AT_PEACE << 4
 #define REMOVE(S, n) top = top + (n); chain[top] = (S); freeze(top * ROUNDS); SAYMORE(new-view, TAG(tag[me]), SEEN(0))
 #define OUT(r) \
   :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && HAS(dead, r) && !HAS(chain[top], r) -> y = chain[top] | BIT(r); REMOVE(y, 1) }
@@ -794,7 +797,7 @@ proctype Rank(byte me) {
 #endif
 #if EV > 0 /* the others go on without a rank that lives. It may go on in its old view until it hears of it      [evicted] */
 #define EVICT(r) \
-  :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && ev > 0 && BINDS(r) && !HAS(left, r) -> ev--; y = chain[top] | BIT(r); REMOVE(y, 1) }
+  :: d_step { ph != P_END && !AT_IT && !EVICTED(me) && ev > 0 && BINDS(r) && !HAS(left, r) -> ev--; evicted = evicted | BIT(r); y = chain[top] | BIT(r); REMOVE(y, 1) }
   EVICT(R1)
   EVICT(R2)
 #if N == 4
