@@ -134,13 +134,13 @@ def own_mistakes(group: Any) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         # Lists.
         "two tensors": (lambda: backend.allreduce([ones(3), ones(3)]), "one tensor"),
-        "short list": (lambda: dist.all_gather([ones(3)] * (n - 1), ones(3), **g), ""),
+        "empty list": (lambda: dist.all_gather([], ones(3), **g), ""),
         "long list": (lambda: dist.all_gather(many(3, n + 1), ones(3), **g), "rank"),
         "lists": (lambda: dist.all_to_all([ones(1)] * n, [ones(1)] * (n - 1), **g), ""),
         "gathered list": (lambda: gather_to(rank, [ones(3)] * (n - 1)), "rank"),
         "scattered list": (lambda: scatter_from(rank, [ones(3)] * (n + 1)), "rank"),
-        "short reduction": (
-            lambda: dist.reduce_scatter(ones(3), [ones(3)] * (n - 1), **g), "",
+        "long reduction": (
+            lambda: dist.reduce_scatter(ones(3), [ones(3)] * (n + 1), **g), "ranks",
         ),
         "no tensors": (lambda: coalesced([]), ""),
         "no inputs": (lambda: into([], []), ""),
