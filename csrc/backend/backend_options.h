@@ -32,7 +32,7 @@ struct BackendOptions {
   bool readsActiveRanks = false;  // the program has given them
   // A process that takes the place of a lost rank: its groups have it alone until Replacing::join().
   bool isNewcomer = false;
-  Bytes joinToken;        // of a newcomer, in place of the store (membership/join_token.h); or empty
+  Bytes joinToken;  // of a newcomer, in place of the store (membership/join_token.h); or empty
   bool mayBegin = false;  // a newcomer that finds no job which runs begins one with the others
   int capacity = 0;       // ranks that the group may grow to; 0: its size
   // An engine that its owner lends to the job; null: the job makes its own. env.jobKey must be the
