@@ -124,6 +124,14 @@ class Rank:
     def store(self, name: str = "store") -> dist.FileStore:
         return dist.FileStore(str(self.folder / name), self.size)
 
+    def tcp_store(self) -> dist.TCPStore:
+        """A store that rank 0's process serves, at a free port."""
+        if self.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
+            self.board.set("port", store.port)
+            return store
+        return dist.TCPStore("127.0.0.1", self.board.wait("port"), self.size, is_master=False)
+
     def init(
         self,
         backend: str = "mooncake",

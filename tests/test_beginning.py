@@ -17,11 +17,7 @@ import torch.distributed as dist
 
 def start_late_and_sum(self: harness.Rank) -> float:
     """Over a TCPStore, as a launcher has it; the ranks come one after the other."""
-    if self.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
-        self.board.set("port", store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", self.board.wait("port"), self.size, is_master=False)
+    store = self.tcp_store()
     time.sleep(0.4 * self.rank)
     dist.init_process_group(
         "mooncake",
@@ -88,11 +84,7 @@ STOPPED_INIT = 3.0  # seconds that init may take where the store's process is st
 
 def begin_over_a_stopped_store(self: harness.Rank, has_begun: bool) -> tuple[float, str]:
     """Rank 0 holds the store, and the test stops it: before its init, or in it."""
-    if self.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, self.size, is_master=True, wait_for_workers=False)
-        self.board.set("port", store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", self.board.wait("port"), self.size, is_master=False)
+    store = self.tcp_store()
     self.board.set(f"connected-{self.rank}")
     if self.rank == 2 or not has_begun:
         self.board.wait("stopped")

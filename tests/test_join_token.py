@@ -29,14 +29,9 @@ def total(group=None) -> int:
 
 def begin(me: harness.Rank) -> None:
     """Makes the default group over a store that rank 0's process serves."""
-    if me.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, me.size, is_master=True, wait_for_workers=False)
-        me.board.set("port", store.port)
-    else:
-        store = dist.TCPStore("127.0.0.1", me.board.wait("port"), me.size, is_master=False)
     dist.init_process_group(
         "mooncake-cpu",
-        store=store,
+        store=me.tcp_store(),
         rank=me.rank,
         world_size=me.size,
         timeout=timedelta(seconds=harness.DEADLINE),

@@ -470,7 +470,7 @@ void PointToPoint::giveUp(Message& message, Status status) {
 
 // kPeerLost: the message cannot move, because its peer is out of the view or has left the group. All
 // that the peer sent has been taken in during this round. ok: at least one peer is left. A peer that
-// has ended is waited for until the view is without it, so that a caller who learns of a loss sees
+// has ended is waited for until the view is without it, so that a caller that learns of a loss sees
 // it in the group's active ranks, too.
 Status PointToPoint::lost(const Message& message) const {
   const auto isGone = [&](int r) REQUIRES(progressLock_) {

@@ -5,6 +5,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/thread.h"
+#include "group/recover_facts.h"
 #include "membership/topics.h"
 
 namespace mooncake {
@@ -23,13 +24,6 @@ constexpr auto kEnds = std::chrono::milliseconds(200);
 constexpr size_t kMostOfNewcomers = 8;
 // Digests of given up successors that are kept.
 constexpr size_t kMostGivenUp = 64;
-
-// True: members are in a call that this rank has not begun, and the line moves behind it. The thread
-// that would begin it may be the one that waits here.
-bool waitsForCaller(const Group& group) {
-  const Renewal& renewal = group.renewal();
-  return renewal.close() && !renewal.hasEnded() && !group.agent().state().isBusy;
-}
 
 }  // namespace
 
@@ -154,20 +148,6 @@ bool GroupLine::isBehind(const Successor& successor) const {
 void GroupLine::tellLastMove(int rank) const {
   Lock lock(mutex_);
   members_.tell(rank, {.kind = LineMessage::Kind::kMoved, .successor = *lastMove_});
-}
-
-// The lowest member. Of two that think so, because one does not know of a loss yet, both propose.
-int GroupLine::proposerOf(const Group& group) const {
-  for (int r = 0; r < options_.group.rank; ++r) {
-    if (group.agent().isActive(r)) return r;
-  }
-  return options_.group.rank;
-}
-
-std::vector<bool> GroupLine::activeOf(const Group& group) const {
-  std::vector<bool> active;
-  for (int r = 0; r < options_.group.size; ++r) active.push_back(group.agent().isActive(r));
-  return active;
 }
 
 // A newcomer cannot know: members may move to it without the rank that has given it up or proposed
@@ -571,26 +551,6 @@ Status GroupLine::failureOf(uint64_t digest) const {
   const auto one = preparations_.find(digest);
   if (one != preparations_.end()) return one->second.failure;
   return lastFailure_.first == digest ? lastFailure_.second : Status();
-}
-
-Error GroupLine::notReady(const Group& group, const std::vector<int>& missing) const {
-  return {ErrorCode::kTimeout,
-          group.nameRank(group.rank()) + ": no process is ready to take the place of " +
-              group.nameRanks(missing) + " in group '" + group.name() +
-              "': start one with MOONCAKE_REJOIN=1 or is_extension=True, which calls "
-              "join_group, and ask get_peer_state before"};
-}
-
-Error GroupLine::notMoved(const Group& group, const std::vector<Newcomer>& newcomers,
-                          const Status& why) const {
-  std::vector<int> ranks;
-  for (const Newcomer& newcomer : newcomers) ranks.push_back(newcomer.rank);
-  return {ErrorCode::kTimeout,
-          group.nameRank(group.rank()) + ": group '" + group.name() + "' has not let " +
-              group.nameRanks(ranks) +
-              " in before the timeout: a member is in a call that the others do not call, or is "
-              "stopped. Nothing has changed" +
-              (why.ok() ? "" : " (" + why.error().message + ")")};
 }
 
 Status GroupLine::join(Deadline deadline) {

@@ -100,8 +100,6 @@ class GroupLine {
   bool isNext(const Successor& successor) const REQUIRES(mutex_);
   bool isBehind(const Successor& successor) const EXCLUDES(mutex_);
   void tellLastMove(int rank) const EXCLUDES(mutex_);
-  int proposerOf(const Group& group) const;
-  std::vector<bool> activeOf(const Group& group) const;
   bool isVoid(const Preparation& one, const std::vector<bool>& active) const REQUIRES(mutex_);
   Preparations::iterator living(const std::vector<bool>& active) REQUIRES(mutex_);
   void propose(const std::vector<Newcomer>& newcomers) EXCLUDES(mutex_);
@@ -123,9 +121,6 @@ class GroupLine {
   std::vector<int> withoutNewcomers(const Group& group, std::vector<int> ranks,
                                     std::vector<int> dropped) const EXCLUDES(mutex_);
   Status failureOf(uint64_t digest) const EXCLUDES(mutex_);
-  Error notReady(const Group& group, const std::vector<int>& missing) const;
-  Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers,
-                 const Status& why) const;
   void end(const std::shared_ptr<Group>& old) EXCLUDES(mutex_);
   void post(std::function<void()> task) REQUIRES(mutex_);
   void run() EXCLUDES(mutex_);

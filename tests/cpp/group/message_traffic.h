@@ -72,7 +72,7 @@ class MessageTraffic {
     }
   }
 
-  // Sends the last messages, and waits until those of all other ranks have come, and ours are
+  // Sends the last messages, and waits until the last ones of all other ranks have come, and ours are
   // taken. Returns the peers that are missing at the deadline.
   std::string finish(Deadline deadline) {
     if (!messages_) return "";

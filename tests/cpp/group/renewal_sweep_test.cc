@@ -62,7 +62,7 @@ struct Fault {
   int resumeAfter = -1;  // kStop: ms, -1: never
 };
 
-// Network cards are those of libfabric's own provider, on the loopback device.
+// Network cards are made by libfabric's own provider, on the loopback device.
 struct Wire {
   const char* name;
   const char* between;  // wire of two ranks that do not share memory

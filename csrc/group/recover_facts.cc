@@ -1,0 +1,42 @@
+#include "group/recover_facts.h"
+
+namespace mooncake {
+
+int proposerOf(const Group& group) {
+  for (int r = 0; r < group.rank(); ++r) {
+    if (group.agent().isActive(r)) return r;
+  }
+  return group.rank();
+}
+
+std::vector<bool> activeOf(const Group& group) {
+  std::vector<bool> active;
+  for (int r = 0; r < group.size(); ++r) active.push_back(group.agent().isActive(r));
+  return active;
+}
+
+bool waitsForCaller(const Group& group) {
+  const Renewal& renewal = group.renewal();
+  return renewal.close() && !renewal.hasEnded() && !group.agent().state().isBusy;
+}
+
+Error notReady(const Group& group, const std::vector<int>& missing) {
+  return {ErrorCode::kTimeout,
+          group.nameRank(group.rank()) + ": no process is ready to take the place of " +
+              group.nameRanks(missing) + " in group '" + group.name() +
+              "': start one with MOONCAKE_REJOIN=1 or is_extension=True, which calls "
+              "join_group, and ask get_peer_state before"};
+}
+
+Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers, const Status& why) {
+  std::vector<int> ranks;
+  for (const Newcomer& newcomer : newcomers) ranks.push_back(newcomer.rank);
+  return {ErrorCode::kTimeout,
+          group.nameRank(group.rank()) + ": group '" + group.name() + "' has not let " +
+              group.nameRanks(ranks) +
+              " in before the timeout: a member is in a call that the others do not call, or is "
+              "stopped. Nothing has changed" +
+              (why.ok() ? "" : " (" + why.error().message + ")")};
+}
+
+}  // namespace mooncake

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <vector>
+
+#include "base/result.h"
+#include "group/group.h"
+#include "group/line_words.h"
+
+// What a call of GroupLine::recover() sees of the present series, and the errors that it ends with.
+namespace mooncake {
+
+// The lowest member. Two ranks think so of themselves if one does not know of a loss yet.
+int proposerOf(const Group& group);
+std::vector<bool> activeOf(const Group& group);  // by rank
+// True: members are in a call that this rank has not begun, and the line moves behind it. The thread
+// that would begin it may be the one that waits.
+bool waitsForCaller(const Group& group);
+
+Error notReady(const Group& group, const std::vector<int>& missing);
+// `why`: what the wait for the end of the series has said.
+Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers, const Status& why);
+
+}  // namespace mooncake
