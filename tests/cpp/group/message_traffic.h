@@ -203,7 +203,8 @@ class MessageTraffic {
     }
   }
 
-  // All with the lock held.
+  // All with the lock held. Once a message has ended because this rank is out, the next ones may have
+  // come and earlier ones not: no more are looked at.
   void look() {
     messages_->progress();
     for (int r = 0; r < options_.size; ++r) {
@@ -244,7 +245,7 @@ class MessageTraffic {
 
   void lookAt(int r, Pair& pair, uint32_t tag) {
     Stream& in = pair.in[tag];
-    while (!in.posted.empty() && in.posted.front().message->finished()) {
+    while (!isOver_ && !in.posted.empty() && in.posted.front().message->finished()) {
       const Posted first = std::move(in.posted.front());
       in.posted.pop_front();
       if (ended(&pair, *first.message)) {
@@ -261,7 +262,7 @@ class MessageTraffic {
 
   void lookAtAny(uint32_t i) {
     auto& posted = fromAny_[i].posted;
-    while (!posted.empty() && posted.front().message->finished()) {
+    while (!isOver_ && !posted.empty() && posted.front().message->finished()) {
       const Posted first = std::move(posted.front());
       posted.pop_front();
       const Message& message = *first.message;
