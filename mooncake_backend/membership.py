@@ -28,6 +28,7 @@ from mooncake_backend.replacing import (
     ProposeViewUpdateResponse,
     ViewUpdateStatus,
     activate_ranks,
+    deactivate_ranks,
     join_group,
     recover_ranks,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "ViewUpdateStatus",
     "acknowledge_loss",
     "activate_ranks",
+    "deactivate_ranks",
     "extend_group_size_to",
     "get_active_ranks",
     "get_current_epoch",
@@ -245,6 +247,5 @@ def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
     return function
 
 
-# Without deactivate_ranks: programs take an import of it as proof that it works. This one is
-# imported together with functions that work.
+# It is imported together with functions that work.
 extend_group_size_to = not_yet("extend_group_size_to", "growing a group")

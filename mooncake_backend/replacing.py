@@ -1,5 +1,5 @@
-"""New processes in the places of lost ranks: what the members of a group call, and the process that
-comes. Each function takes a process group, or the backend that `group._get_backend(device)`
+"""New processes in the places of lost ranks, and ranks that are taken out: what the members of a
+group call, and the process that comes. Each function takes a process group, or the backend that `group._get_backend(device)`
 returns. docs/replacing.md tells how they fit together."""
 
 from __future__ import annotations
@@ -70,10 +70,34 @@ def activate_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespons
         return ProposeViewUpdateResponse(ProposalStatus.Rejected, epoch, [], str(error))
 
 
+def deactivate_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse:
+    """Takes these ranks out of the group, this one, too, if it is among them. One member has to
+    call it; every member may, and the rank itself. Waits until the caller's earlier calls have
+    ended, and until the group goes on without the ranks. It is no loss: no call ends with an error,
+    and get_active_ranks() shows it. Ranks that are out are skipped. A rank that takes itself out
+    while the other members are in a call has no part in that call.
+
+    A rank that is out stays in the job. Its calls of the group raise RuntimeError, "invalid state:
+    this rank is not active ...", before anything is sent; get_active_ranks() is all zeros there. It
+    may destroy its groups and exit, or come back: it calls join_group(), the members activate_ranks().
+
+    Rejected, with the reason: a member did not get to it before the group's timeout, or this rank
+    is not in the group; nothing has changed. ValueError: a rank that is not in the group or stands
+    twice, no rank, or all active ranks."""
+    backend = backend_of(group)
+    _refuse_in_capture("deactivate_ranks")
+    try:
+        backend.deactivate_ranks(list(ranks))
+    except RuntimeError as error:
+        return ProposeViewUpdateResponse(ProposalStatus.Rejected, backend.epoch, [], str(error))
+    return ProposeViewUpdateResponse(ProposalStatus.Applied, backend.epoch)
+
+
 def join_group(group: Any) -> None:
-    """In a process that replaces a rank (is_extension=True, or MOONCAKE_REJOIN=1): waits until a
-    member has let it in with recover_ranks(), at most for the group's timeout. Before, the group's
-    calls act on this process alone. Each group is joined by itself, the default group first.
+    """In a process that replaces a rank (is_extension=True, or MOONCAKE_REJOIN=1), and in a rank
+    that deactivate_ranks() has taken out: waits until a member has let it in with recover_ranks(),
+    at most for the group's timeout. Before, the calls of a new process act on it alone, and calls
+    of a rank that was taken out raise. Each group is joined by itself, the default group first.
     RuntimeError: nobody let it in, or it is in already."""
     _refuse_in_capture("join_group")
     backend_of(group).join_group()

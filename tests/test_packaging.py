@@ -428,10 +428,6 @@ class TestGroup:
 
 
 class TestLater:
-    def test_what_callers_probe_by_an_import_is_not_there(self):
-        assert "deactivate_ranks" not in membership.__all__
-        assert not hasattr(membership, "deactivate_ranks")
-
     def test_what_is_missing_says_so_when_called(self):
         with pytest.raises(NotImplementedError, match=r"extend_group_size_to.*is missing"):
             membership.extend_group_size_to(None, 3)
@@ -443,11 +439,11 @@ class TestLater:
 from mooncake import ep, pg
 from mooncake.mooncake_ep_buffer import Buffer, EventOverlap
 for name in ('MooncakeBackendOptions set_device_filter set_host_ip get_active_ranks get_peer_state'
-             ' recover_ranks join_group get_num_synced_ranks extend_group_size_to').split():
+             ' recover_ranks deactivate_ranks join_group get_num_synced_ranks'
+             ' extend_group_size_to').split():
     assert getattr(pg, name) is getattr(ep, name), name
 assert ep.get_ep_buffer_size_hint is Buffer.get_ep_buffer_size_hint
 assert EventOverlap is ep.EventOverlap
-assert not hasattr(pg, 'deactivate_ranks') and not hasattr(ep, 'deactivate_ranks')
 for name in 'dispatch combine connect update_ep_member get_next_combine_buffer'.split():
     assert callable(getattr(Buffer, name)), name
 for name in 'Buffer Config ElasticBuffer EPHandle EventHandle EventOverlap'.split():

@@ -22,7 +22,7 @@ std::vector<RankEvidence> GroupFacts::evidence() const {
 }
 
 std::vector<int> GroupFacts::survivors() const {
-  if (!group_.isOpen()) return {};
+  if (!group_.isOpen() || group_.line().isRemoved()) return {};
   const auto group = group_.group();
   std::vector<int> ranks;
   for (int r = 0; r < group->size(); ++r) {

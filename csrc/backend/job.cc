@@ -6,6 +6,7 @@
 #include "backend/arguments.h"
 #include "backend/c10d_store.h"
 #include "backend/errors.h"
+#include "base/crypto.h"
 #include "base/failpoint.h"
 #include "base/hash.h"
 #include "base/log.h"
@@ -23,6 +24,7 @@ constexpr auto kStoreEnds = std::chrono::milliseconds(50);
 // a rank that is held.
 constexpr int kJoinAgain = 3;
 constexpr std::chrono::seconds kMoment(2);
+constexpr size_t kAloneKeyBytes = 16;  // of an engine without peers
 
 }  // namespace
 
@@ -159,12 +161,6 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
   failpoint("joined");
   // Later processes may find no founding member. Without the store, they find none of us either.
   if (generation) (void)publishLater(*generation, Group::kPublished, Group::publishedBy(*engine_));
-  EngineOptions own{.env = env_, .logName = engine_->logName()};
-  own.env.transports = {"inproc"};
-  own.jobKey = key;
-  const auto alone = orThrow(Engine::create(std::move(own)));
-  alone_ = orThrow(Membership::start(
-      alone, {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(size_))}));
   return makeAlone(options, deadline);
 }
 
@@ -189,8 +185,31 @@ JoinToken Job::joinToken() const {
   return token;
 }
 
-std::unique_ptr<Group> Job::makeAlone(GroupOptions options, Deadline deadline) const {
-  return orThrow(Group::createWithin(alone_, std::move(options), deadline));
+std::unique_ptr<Group> Job::makeAlone(GroupOptions options, Deadline deadline) {
+  return orThrow(tryMakeAlone(std::move(options), deadline));
+}
+
+Result<std::unique_ptr<Group>> Job::tryMakeAlone(GroupOptions options, Deadline deadline) {
+  std::shared_ptr<Membership> alone;
+  {
+    Lock lock(aloneMutex_);
+    if (!alone_) {
+      EngineOptions own{.env = env_, .logName = engine_->logName()};
+      own.env.transports = {"inproc"};
+      const std::string key = Crypto::randomHex(kAloneKeyBytes);
+      const ByteView bytes = std::as_bytes(std::span(key));
+      own.jobKey.assign(bytes.begin(), bytes.end());
+      auto engine = Engine::create(std::move(own));
+      if (!engine.ok()) return engine.error();
+      auto made = Membership::start(
+          std::move(*engine),
+          {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(size_))});
+      if (!made.ok()) return made.error();
+      alone_ = std::move(*made);
+    }
+    alone = alone_;
+  }
+  return Group::createWithin(std::move(alone), std::move(options), deadline);
 }
 
 // A rank that is out of the job makes no groups.

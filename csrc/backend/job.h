@@ -39,8 +39,10 @@ class Job {
   // has this rank alone.
   std::unique_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
                               const GroupOptions& group, Deadline deadline);
-  // Of a process that has joined the job: a group of these ranks that has this one alone.
-  std::unique_ptr<Group> makeAlone(GroupOptions options, Deadline deadline) const;
+  // A group of these ranks that has this one alone: of a process that has not been let in yet, or
+  // was taken out. The second does not throw.
+  std::unique_ptr<Group> makeAlone(GroupOptions options, Deadline deadline);
+  Result<std::unique_ptr<Group>> tryMakeAlone(GroupOptions options, Deadline deadline);
   // Collective over the ranks of the new group, which are members of `parent`.
   std::unique_ptr<Group> makeGroup(const Group& parent, GroupOptions options,
                                    Deadline deadline) const;
@@ -89,8 +91,10 @@ class Job {
   std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Completions> completions_ = std::make_shared<Completions>();
   std::shared_ptr<Membership> membership_;
-  std::shared_ptr<Membership> alone_;  // of this rank alone; null: it has begun the job
-  Mutex mutex_;                        // also held while they leave
+  Mutex aloneMutex_;
+  std::shared_ptr<Membership> alone_
+      GUARDED_BY(aloneMutex_);  // of this rank alone, once it is needed
+  Mutex mutex_;                 // also held while they leave
   std::vector<std::pair<const void*, std::function<void(Farewell::How)>>> groups_
       GUARDED_BY(mutex_);
   Mutex linesMutex_;

@@ -46,6 +46,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
     job_ = world->job_;
     if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
     options_.groupEnv = world->options_.groupEnv;
+    if (world->line_->isRemoved()) throwIfError(world->group()->usable());
     if (options_.isNewcomer) {
       events_->begin(0);
       startLine(job_->makeAlone(events_->with(groupOptions(), 0), init));
@@ -84,15 +85,16 @@ std::shared_ptr<MessageDriver> LiveGroup::messages() const {
 
 void LiveGroup::moveTo(Group& to, const std::vector<bool>& stays) {
   missingParts_->movedTo(to);
-  if (!line_->isNewcomer()) return messages()->messages().move(to, stays);
-  // Alone, this rank had nobody to exchange messages with.
-  const auto alone = messages();
-  auto joined = makeMessages(to);
+  if (stays[size_t(rank_)]) return messages()->messages().move(to, stays);
+  // Alone, a rank has nobody to exchange messages with.
+  const auto before = messages();
+  auto messages = makeMessages(to);
   {
     Lock lock(messagesMutex_);
-    messages_ = std::move(joined);
+    messages_ = std::move(messages);
   }
-  (void)alone->stop();
+  const Status usable = to.usable();  // not if this rank is taken out
+  (void)before->stop(usable.ok() ? MessageDriver::destroyed() : usable.error());
 }
 
 GroupOptions LiveGroup::groupOptions() const {
@@ -117,7 +119,11 @@ void LiveGroup::startLine(std::unique_ptr<Group> first) {
           .identity = lineName_,
           .isNewcomer = options_.isNewcomer,
           .onDue = [this] { queue_->moveOn(); },
-          .onMove = [this](Group& to, const std::vector<bool>& stays) { moveTo(to, stays); }});
+          .onMove = [this](Group& to, const std::vector<bool>& stays) { moveTo(to, stays); },
+          .makeAlone =
+              [job = job_.get(), init = options_.timeout](GroupOptions options) {
+                return job->tryMakeAlone(std::move(options), Deadline::after(init));
+              }});
 }
 
 std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t slotBytes,
@@ -144,6 +150,7 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
       .pushBytes = pushBytes,
       .raises = raises,
       .onView = std::move(onView)};
+  if (line_->isRemoved()) throwIfError(parent->usable());
   return line_->isNewcomer() ? job_->makeAlone(std::move(options), deadline)
                              : job_->makeGroup(*parent, std::move(options), deadline);
 }

@@ -105,7 +105,7 @@ class LiveGroup {
   std::unique_ptr<GroupLine> line_;
   std::unique_ptr<MissingParts> missingParts_;
   mutable Mutex messagesMutex_;
-  // A newcomer gets another one when it has joined.
+  // A newcomer gets another one when it has joined, and a rank when it is taken out.
   std::shared_ptr<MessageDriver> messages_ GUARDED_BY(messagesMutex_);
   std::shared_ptr<CollectiveQueue> queue_;
   CallOrder order_;

@@ -29,7 +29,9 @@ MessageDriver::MessageDriver(Group& group, std::shared_ptr<Completions> completi
       lostMessagesReturn_(lostMessagesReturn),
       messages_(group, lostMessagesReturn) {}
 
-bool MessageDriver::stop() {
+Error MessageDriver::destroyed() { return {ErrorCode::kAborted, "the group was destroyed"}; }
+
+bool MessageDriver::stop(const Error& why) {
   bool isFirst;
   {
     Lock lock(mutex_);
@@ -38,7 +40,7 @@ bool MessageDriver::stop() {
   }
   if (isFirst) {  // the second time the group may be gone
     if (thread_.joinable()) thread_.join();
-    messages_.abort({ErrorCode::kAborted, "the group was destroyed"});
+    messages_.abort(why);
     Lock lock(mutex_);
     notifyFinished();
   }

@@ -38,7 +38,8 @@ class MessageDriver {
   void settleWhenFinished(std::shared_ptr<Message> message, std::function<void()> task);
   // Ends every message that is under way, and our thread. True: no other thread is in messages(),
   // so the group may go. False: one still is.
-  bool stop();
+  bool stop(const Error& why = destroyed());
+  static Error destroyed();
 
  private:
   using Tasks = std::vector<std::pair<std::shared_ptr<Message>, std::function<void()>>>;

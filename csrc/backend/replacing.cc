@@ -13,11 +13,36 @@ bool Replacing::isReady(int rank) const {
 
 std::vector<int> Replacing::recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
                                     GroupLine::Unready unready) {
+  const Deadline deadline =
+      begin("recover_ranks", ranks, "name lost ones, for which get_peer_state is True");
+  return orThrow(
+      group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline, unready));
+}
+
+void Replacing::deactivate(const std::vector<int>& ranks) {
+  const auto group = group_.group();
+  bool staysOne = group_.line().isNewcomer();
+  for (int r = 0; r < group_.size(); ++r)
+    staysOne = staysOne || (group->agent().isActive(r) && std::ranges::count(ranks, r) == 0);
+  const bool wasRemoved = group_.line().isRemoved();
+  if (wasRemoved && std::ranges::all_of(ranks, [&](int r) { return r == group_.rank(); }) &&
+      !ranks.empty())
+    return;
+  const Deadline deadline = begin("deactivate_ranks", ranks, "name ranks of the group");
+  if (!staysOne)
+    refuse("deactivate_ranks on rank " + std::to_string(group_.rank()) +
+           " would leave no rank in group '" + group_.options().groupName +
+           "': destroy the group instead");
+  throwIfError(group_.line().remove(ranks, deadline));
+}
+
+// Checks a call of a member, and waits for the calls before it.
+Deadline Replacing::begin(const std::string& call, const std::vector<int>& ranks,
+                          const char* which) {
   group_.refuseInForkedChild();
   const std::string self = "rank " + std::to_string(group_.rank());
-  const std::string name = self + ", recover_ranks of group '" + group_.options().groupName + "'";
-  if (ranks.empty())
-    refuse(name + " got no ranks: name lost ones, for which get_peer_state is True");
+  const std::string name = self + ", " + call + " of group '" + group_.options().groupName + "'";
+  if (ranks.empty()) refuse(name + " got no ranks: " + which);
   for (auto rank = ranks.begin(); rank != ranks.end(); ++rank) {
     if (*rank < 0 || *rank >= group_.size())
       refuse(name + ": rank " + std::to_string(*rank) + " is not in a group of " +
@@ -25,14 +50,14 @@ std::vector<int> Replacing::recover(const std::vector<int>& ranks, std::chrono::
     if (std::find(ranks.begin(), rank, *rank) != rank)
       refuse(name + ": rank " + std::to_string(*rank) + " stands twice in the list");
   }
+  if (group_.line().isRemoved()) throwIfError(group_.group()->usable());
   if (group_.line().isNewcomer())
     throwError({ErrorCode::kRefused, name + ": it is not in the group yet: call join_group first"});
   throwIfError(devices_.mayMove());
   const Deadline deadline = group_.deadline();
   if (!group_.queue()->drain(deadline))
     throwError({ErrorCode::kTimeout, name + ": calls before it have not ended. wait() for them"});
-  return orThrow(
-      group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline, unready));
+  return deadline;
 }
 
 void Replacing::join() {

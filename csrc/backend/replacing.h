@@ -7,8 +7,8 @@
 
 namespace mooncake {
 
-// Lets new processes take the places of lost ranks in a group: what members and newcomers call. All
-// throw.
+// Lets new processes take the places of lost ranks in a group, and takes ranks out: what members and
+// newcomers call. All throw.
 class Replacing {
  public:
   Replacing(LiveGroup& group, DeviceHalf& devices) : group_(group), devices_(devices) {}
@@ -20,10 +20,14 @@ class Replacing {
   // has to. Returns the ranks that were ready and are lost again.
   std::vector<int> recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
                            GroupLine::Unready unready);
+  // Members: takes these ranks out, this one, too, if it is among them. Waits for the caller's earlier
+  // calls. Ranks that are out are skipped: every member may call it, one has to.
+  void deactivate(const std::vector<int>& ranks);
   // Newcomers: waits until the members have let this rank in.
   void join();
 
  private:
+  Deadline begin(const std::string& name, const std::vector<int>& ranks, const char* which);
   LiveGroup& group_;
   DeviceHalf& devices_;
 };

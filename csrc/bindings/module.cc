@@ -488,6 +488,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("ranks"), py::arg("ready"), py::arg("drops_unready") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
+          "deactivate_ranks",
+          [](PythonBackend& backend, const std::vector<int>& ranks) {
+            backend.replacing().deactivate(ranks);
+          },
+          py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
+      .def(
           "join_group", [](PythonBackend& backend) { backend.replacing().join(); },
           py::call_guard<py::gil_scoped_release>())
       .def("join_token",
@@ -499,6 +505,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                              [](PythonBackend& backend) { return backend.group().line().series(); })
       .def_property_readonly(
           "is_newcomer", [](PythonBackend& backend) { return backend.group().line().isNewcomer(); })
+      .def_property_readonly(
+          "is_removed", [](PythonBackend& backend) { return backend.group().line().isRemoved(); })
       .def(
           "is_ready",
           [](PythonBackend& backend, int rank) { return backend.replacing().isReady(rank); },

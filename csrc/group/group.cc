@@ -416,6 +416,8 @@ bool Group::isGone(int rank) const { return window_->disconnection(rank) || isOu
 std::string Group::whyGone(int rank) const {
   if (const Evidence* seen = window_->disconnection(rank))
     return seen->isGoodbye() ? "it left the job" : "lost it: " + seen->detail;
+  const auto jobRank = size_t(jobRanksOf(options_)[size_t(rank)]);
+  if (!roster_->term.holders[jobRank]) return "it is not in the group";
   return isOut(rank) ? "the others go on without it" : "it has left the group";
 }
 

@@ -22,8 +22,6 @@ constexpr auto kPrepares = std::chrono::seconds(20);
 constexpr auto kEnds = std::chrono::milliseconds(200);
 // Successors that a newcomer makes at most: it cannot know which of them is given up.
 constexpr size_t kMostOfNewcomers = 8;
-// Digests of given up successors that are kept.
-constexpr size_t kMostGivenUp = 64;
 
 }  // namespace
 
@@ -34,7 +32,8 @@ GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents>
       members_(options_.job, options_.identity, options_.group.rank, options_.group.jobRanks),
       current_(std::move(first)),
       series_(options_.isNewcomer ? 0 : 1),
-      isIn_(!options_.isNewcomer) {}
+      isIn_(!options_.isNewcomer),
+      successors_(members_, options_.group.rank) {}
 
 Status GroupLine::start() {
   const auto topics = topicsOf(options_.identity);
@@ -58,10 +57,10 @@ void GroupLine::stop() {
     if (std::exchange(isStopped_, true)) return;
     changed_.notify_all();
   }
-  Preparations left;
+  SuccessorTable::Entries left;
   {
     Lock lock(mutex_);
-    left.swap(preparations_);
+    left = successors_.takeAll();
   }
   left.clear();
   events_->watchEnd(nullptr);
@@ -82,6 +81,11 @@ uint32_t GroupLine::series() const {
 bool GroupLine::isNewcomer() const {
   Lock lock(mutex_);
   return !isIn_;
+}
+
+bool GroupLine::isRemoved() const {
+  Lock lock(mutex_);
+  return isRemoved_;
 }
 
 bool GroupLine::isReady(int rank) const {
@@ -107,7 +111,7 @@ void GroupLine::onMessage(const EngineId& from, ByteView bytes) {
       return;
     }
     case LineMessage::Kind::kAsk:
-      return propose(successor.newcomers);
+      return propose(successor);
     case LineMessage::Kind::kPrepare: {
       if (isLast && isBehind(successor)) return tellLastMove(*rank);
       const auto digest = members_.digestOf(successor);
@@ -136,8 +140,9 @@ bool GroupLine::lastMoveHas(const Newcomer& newcomer) const {
 
 bool GroupLine::isNext(const Successor& successor) const {
   return isIn_ ? successor.series == series_ + 1
-               : std::ranges::count(successor.newcomers,
-                                    Newcomer{options_.group.rank, options_.job->engine().id()}) > 0;
+               : isJoining_ && std::ranges::count(
+                                   successor.newcomers,
+                                   Newcomer{options_.group.rank, options_.job->engine().id()}) > 0;
 }
 
 bool GroupLine::isBehind(const Successor& successor) const {
@@ -150,47 +155,29 @@ void GroupLine::tellLastMove(int rank) const {
   members_.tell(rank, {.kind = LineMessage::Kind::kMoved, .successor = *lastMove_});
 }
 
-// A newcomer cannot know: members may move to it without the rank that has given it up or proposed
-// it, once that one is lost.
-bool GroupLine::isVoid(const Preparation& one, const std::vector<bool>& active) const {
-  if (!isIn_) return false;
-  if (one.isGivenUp || !one.failure.ok()) return true;
-  const int proposer = one.successor.proposer;
-  return (proposer != options_.group.rank && !active[size_t(proposer)]) ||
-         !std::ranges::all_of(one.successor.newcomers, [&](const Newcomer& newcomer) {
-           return members_.isLiving(newcomer);
-         });
-}
-
-// The successor that this rank wishes for if it wishes for one: the lowest proposer's.
-GroupLine::Preparations::iterator GroupLine::living(const std::vector<bool>& active) {
-  auto best = preparations_.end();
-  for (auto one = preparations_.begin(); one != preparations_.end(); ++one) {
-    if (isVoid(one->second, active)) continue;
-    if (best == preparations_.end() ||
-        one->second.successor.proposer < best->second.successor.proposer)
-      best = one;
-  }
-  return best;
+// Whether this rank is a member that the successor lacks.
+bool GroupLine::takesOut(const Successor& successor) const {
+  return std::ranges::binary_search(successor.absent, options_.group.rank);
 }
 
 // One member proposes, one successor at a time: so there are no two that keep each other from being
-// made.
-void GroupLine::propose(const std::vector<Newcomer>& newcomers) {
+// made. Of `wanted`: the newcomers, and the members to be taken out as `absent`.
+void GroupLine::propose(const Successor& wanted) {
   const auto group = current();
   if (isNewcomer() || proposerOf(*group) != options_.group.rank) return;
   const std::vector<bool> active = activeOf(*group);
-  for (const Newcomer& newcomer : newcomers) {
+  for (const Newcomer& newcomer : wanted.newcomers) {
     if (!members_.isLiving(newcomer)) return;
     if (active[size_t(newcomer.rank)]) return;  // it is in: the member that asks is behind
   }
+  const auto isActive = [&](int rank) { return bool(active[size_t(rank)]); };
+  if (wanted.newcomers.empty() && std::ranges::none_of(wanted.absent, isActive)) return;
   LineMessage word{.kind = LineMessage::Kind::kPrepare};
   {
     Lock lock(mutex_);
-    if (isMoving_ || current_ != group || newcomers.empty()) return;
-    const auto one = living(active);
-    if (one != preparations_.end()) {
-      auto& telling = one->second.telling;
+    if (isMoving_ || current_ != group) return;
+    if (const auto* one = successors_.living(active)) {
+      auto& telling = successors_.find(one->first)->telling;
       if (telling && !telling->takeDue(Clock::now())) return;
       word.successor = one->second.successor;
     } else {
@@ -198,10 +185,11 @@ void GroupLine::propose(const std::vector<Newcomer>& newcomers) {
                         .proposer = options_.group.rank,
                         .number = ++proposals_,
                         .term = options_.job->roster()->term.number,
-                        .newcomers = newcomers};
+                        .newcomers = wanted.newcomers};
       for (int r = 0; r < options_.group.size; ++r) {
-        if (!active[size_t(r)] &&
-            std::ranges::find(newcomers, r, &Newcomer::rank) == newcomers.end())
+        const bool isOut = !isActive(r) || std::ranges::binary_search(wanted.absent, r);
+        if (isOut &&
+            std::ranges::find(wanted.newcomers, r, &Newcomer::rank) == wanted.newcomers.end())
           word.successor.absent.push_back(r);
       }
     }
@@ -211,9 +199,9 @@ void GroupLine::propose(const std::vector<Newcomer>& newcomers) {
   prepare(word.successor, *digest);
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(*digest);
-    if (one == preparations_.end()) return;  // there is no room for it yet
-    if (!one->second.telling) one->second.telling.emplace(kTellAgain, Clock::now());
+    Preparation* const one = successors_.find(*digest);
+    if (!one) return;  // there is no room for it yet
+    if (!one->telling) one->telling.emplace(kTellAgain, Clock::now());
   }
   members_.tellAll(word);
   failpoint("prepare");
@@ -226,15 +214,9 @@ void GroupLine::prepare(const Successor& successor, uint64_t digest) {
   }
   const std::vector<bool> active = activeOf(*current());
   Lock lock(mutex_);
-  if (isStopped_ || isMoving_ || !isNext(successor) || givenUp_.contains(digest) ||
-      preparations_.contains(digest))
-    return;
-  const bool hasVoid = std::ranges::any_of(preparations_, [&](const auto& one) {
-    mutex_.assertHeld();
-    return isVoid(one.second, active);
-  });
-  if (hasVoid) post([this] { dropVoid(); });
-  if (preparations_.size() >= (isIn_ ? kMostSuccessors : kMostOfNewcomers)) return;
+  if (isStopped_ || isMoving_ || !isNext(successor) || !successors_.mayAdd(digest)) return;
+  if (isIn_ && !successors_.voids(active).empty()) post([this] { dropVoid(); });
+  if (successors_.entries().size() >= (isIn_ ? kMostSuccessors : kMostOfNewcomers)) return;
   auto maker =
       SuccessorMaker::start([this, digest](const StopSignal& stop) { make(digest, stop); });
   if (!maker.ok()) {
@@ -242,7 +224,7 @@ void GroupLine::prepare(const Successor& successor, uint64_t digest) {
         "' cannot take newcomers in: ", maker.error().message);
     return;
   }
-  preparations_.emplace(digest, Preparation{.successor = successor, .maker = std::move(*maker)});
+  successors_.add(digest, {.successor = successor, .maker = std::move(*maker)});
 }
 
 // On a thread of its own.
@@ -251,27 +233,22 @@ void GroupLine::make(uint64_t digest, const StopSignal& stop) {
   std::shared_ptr<Group> before;
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (one == preparations_.end()) return;
-    successor = one->second.successor;
+    const Preparation* const one = successors_.find(digest);
+    if (!one) return;
+    successor = one->successor;
     before = current_;
   }
-  const auto topics = topicsOf(successor.identity(options_.identity));
-  if (!topics.ok()) return;  // the digest came from there
-  GroupOptions options = events_->with(options_.group, successor.series);
-  if (!isNewcomer()) options.bell = before->bell();  // a newcomer's is of another engine
-  auto made = Group::createOn(options_.job, std::move(options), *topics,
-                              members_.rosterOf(successor), Deadline::after(kPrepares), &stop);
+  auto made = makeGroup(successor, *before, stop);
   failpoint("successor-made");
   bool isIn;
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (one == preparations_.end()) return;  // given up meanwhile
+    Preparation* const one = successors_.find(digest);
+    if (!one) return;  // given up meanwhile
     if (made.ok()) {
-      one->second.group = std::move(*made);
+      one->group = std::move(*made);
     } else {
-      one->second.failure = made.error();
+      one->failure = made.error();
     }
     isIn = isIn_;
     changed_.notify_all();
@@ -286,13 +263,29 @@ void GroupLine::make(uint64_t digest, const StopSignal& stop) {
   readyFor(*before, digest);
 }
 
+// A rank that is taken out goes to a group in which nothing runs.
+Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, const Group& before,
+                                                    const StopSignal& stop) {
+  if (takesOut(successor)) {
+    auto alone = options_.makeAlone(options_.group);
+    if (alone.ok()) (*alone)->fail(notActive(before));
+    return alone;
+  }
+  const auto topics = topicsOf(successor.identity(options_.identity));
+  if (!topics.ok()) return topics.error();
+  GroupOptions options = events_->with(options_.group, successor.series);
+  if (!isNewcomer()) options.bell = before.bell();  // a newcomer's is of another engine
+  return Group::createOn(options_.job, std::move(options), *topics, members_.rosterOf(successor),
+                         Deadline::after(kPrepares), &stop);
+}
+
 void GroupLine::readyFor(Group& before, uint64_t digest) {
   {
     Lock ordered(readiness_);
     {
       Lock lock(mutex_);
-      const auto one = preparations_.find(digest);
-      if (one == preparations_.end() || one->second.isGivenUp) return;
+      const Preparation* const one = successors_.find(digest);
+      if (!one || one->isGivenUp) return;
     }
     // kExhausted cannot be: we make no more than it takes. kMoved: the move makes it void.
     (void)before.renewal().readyFor(digest);
@@ -301,8 +294,8 @@ void GroupLine::readyFor(Group& before, uint64_t digest) {
   bool isWished;
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    isWished = one != preparations_.end() && one->second.isWished;
+    const Preparation* const one = successors_.find(digest);
+    isWished = one && one->isWished;
   }
   if (!isWished) return;
   before.renewal().wishFor(digest);
@@ -314,10 +307,10 @@ void GroupLine::wishFor(uint64_t digest) {
   std::shared_ptr<Group> wished;
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (!isIn_ || one == preparations_.end()) return;
-    one->second.isWished = true;
-    if (one->second.group) wished = current_;
+    Preparation* const one = successors_.find(digest);
+    if (!isIn_ || !one) return;
+    one->isWished = true;
+    if (one->group) wished = current_;
   }
   if (wished) wished->renewal().wishFor(digest);
 }
@@ -330,8 +323,8 @@ uint64_t GroupLine::wishForLiving(const Group& group, uint64_t before) {
   {
     Lock lock(mutex_);
     if (current_.get() != &group) return before;
-    const auto one = living(active);
-    if (one == preparations_.end()) return 0;
+    const auto* const one = successors_.living(active);
+    if (!one) return 0;
     digest = one->first;
     isWished = digest == before && one->second.isWished;
     isMade = one->second.group != nullptr;
@@ -349,20 +342,16 @@ Status GroupLine::giveUp(Group& group, uint64_t digest) {
   {
     Lock ordered(readiness_);
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (one == preparations_.end()) return {};
-    one->second.isGivenUp = true;
-    word.successor = one->second.successor;
+    Preparation* const one = successors_.find(digest);
+    if (!one) return {};
+    one->isGivenUp = true;
+    word.successor = one->successor;
   }
   MOONCAKE_TRY(group.renewal().notReadyFor(digest, Deadline::after(kEnds)));
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (one == preparations_.end()) return {};
-    if (!one->second.failure.ok()) lastFailure_ = {digest, one->second.failure};
-    post([gone = one->second] {});  // its memory, and its thread, end there
-    preparations_.erase(one);
-    givenUp_.insert(digest);
+    if (!successors_.find(digest)) return {};
+    post([gone = successors_.giveUp(digest)] {});  // its memory, and its thread, end there
   }
   members_.tellAll(word);
   return {};
@@ -370,14 +359,7 @@ Status GroupLine::giveUp(Group& group, uint64_t digest) {
 
 void GroupLine::noteGivenUp(uint64_t digest) {
   Lock lock(mutex_);
-  if (!isIn_) return;
-  const auto one = preparations_.find(digest);
-  if (one == preparations_.end()) {
-    if (givenUp_.size() < kMostGivenUp) givenUp_.insert(digest);
-    return;
-  }
-  one->second.isGivenUp = true;
-  post([this] { dropVoid(); });
+  if (isIn_ && successors_.noteGivenUp(digest)) post([this] { dropVoid(); });
 }
 
 // On the line's thread. While a flush is under way, it is tried again with the next proposal.
@@ -387,10 +369,8 @@ void GroupLine::dropVoid() {
   std::vector<uint64_t> digests;
   {
     Lock lock(mutex_);
-    if (current_ != group || isMoving_) return;
-    for (const auto& [digest, one] : preparations_) {
-      if (isVoid(one, active)) digests.push_back(digest);
-    }
+    if (current_ != group || isMoving_ || !isIn_) return;
+    digests = successors_.voids(active);
   }
   for (const uint64_t digest : digests) (void)giveUp(*group, digest);
 }
@@ -398,9 +378,9 @@ void GroupLine::dropVoid() {
 void GroupLine::noteMoved(uint64_t digest, int rank) {
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (isIn_ || one == preparations_.end()) return;
-    one->second.movedTo.insert(rank);
+    Preparation* const one = successors_.find(digest);
+    if (isIn_ || !one) return;
+    one->movedTo.insert(rank);
   }
   checkTold(digest);
 }
@@ -409,16 +389,14 @@ void GroupLine::noteMoved(uint64_t digest, int rank) {
 // have died before any other has moved.
 void GroupLine::checkTold(uint64_t digest) {
   Lock lock(mutex_);
-  const auto found = preparations_.find(digest);
-  if (isIn_ || due_ || found == preparations_.end() || !found->second.group) return;
-  const Preparation& one = found->second;
-  if (one.movedTo.empty()) return;
-  const View view = options_.job->viewOf(*members_.rosterOf(one.successor));
+  const Preparation* const one = successors_.find(digest);
+  if (isIn_ || due_ || !one || !one->group || one->movedTo.empty()) return;
+  const View view = options_.job->viewOf(*members_.rosterOf(one->successor));
   for (int r = 0; r < options_.group.size; ++r) {
-    const bool isNewcomer = std::ranges::any_of(one.successor.newcomers,
+    const bool isNewcomer = std::ranges::any_of(one->successor.newcomers,
                                                 [&](const Newcomer& n) { return n.rank == r; });
     if (!isNewcomer && view.active.contains(options_.group.jobRanks[size_t(r)]) &&
-        !one.movedTo.contains(r))
+        !one->movedTo.contains(r))
       return;
   }
   due_ = digest;
@@ -444,9 +422,7 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
   std::ranges::sort(ranks);
   std::vector<int> dropped;
   std::vector<Newcomer> asked;  // all that were wanted so far
-  uint64_t wished = 0;
-  int proposer = -1;
-  std::optional<Repetition> asking;
+  Asking asking;
   for (;;) {
     const auto group = current();
     MOONCAKE_TRY(group->usable());
@@ -475,29 +451,78 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
         dropped.push_back(rank);
       }
     } else {
-      if (const int now = proposerOf(*group); now != proposer) {
-        proposer = now;
-        asking.reset();
-      }
-      if (!asking || asking->takeDue(Clock::now())) {
-        if (!asking) asking.emplace(kTellAgain, Clock::now());
-        if (proposer != options_.group.rank)
-          members_.tell(proposer,
-                        {.kind = LineMessage::Kind::kAsk, .successor = {.newcomers = wanted}});
-      }
-      if (proposer == options_.group.rank) propose(wanted);
-      const Status failed = failureOf(wished);
-      wished = wishForLiving(*group, wished);
-      if (!failed.ok()) return failed.error();
-      if (deadline.passed()) {
-        const auto end = group->renewal().awaitEnd(Deadline::after(Clock::duration::zero()));
-        if (giveUp(*group, wished).code() != ErrorCode::kMoved)
-          return notMoved(*group, wanted, end.status());
-      }
+      MOONCAKE_TRY(ask(group, {.newcomers = wanted}, asking, deadline));
     }
     Lock lock(mutex_);
     changed_.wait_until(mutex_, Deadline::after(kLook).when());
   }
+}
+
+// Has a successor made like this one, and wishes for it. An error: it cannot be made, or the deadline
+// has passed.
+Status GroupLine::ask(const std::shared_ptr<Group>& group, const Successor& wanted, Asking& asking,
+                      Deadline deadline) {
+  if (const int now = proposerOf(*group); now != asking.proposer) {
+    asking.proposer = now;
+    asking.pause.reset();
+  }
+  if (asking.proposer == options_.group.rank) {
+    propose(wanted);
+  } else if (!asking.pause || asking.pause->takeDue(Clock::now())) {
+    if (!asking.pause) asking.pause.emplace(kTellAgain, Clock::now());
+    members_.tell(asking.proposer, {.kind = LineMessage::Kind::kAsk, .successor = wanted});
+  }
+  Status failed;
+  {
+    Lock lock(mutex_);
+    failed = successors_.failureOf(asking.wished);
+  }
+  asking.wished = wishForLiving(*group, asking.wished);
+  if (!failed.ok() || !deadline.passed()) return failed;
+  const auto end = group->renewal().awaitEnd(Deadline::after(Clock::duration::zero()));
+  if (giveUp(*group, asking.wished).code() == ErrorCode::kMoved) return {};
+  return notMoved(*group, wanted, end.status());
+}
+
+Status GroupLine::remove(std::vector<int> ranks, Deadline deadline) {
+  const bool isOwn = std::ranges::count(ranks, options_.group.rank) > 0;
+  std::ranges::sort(ranks);
+  Asking asking;
+  for (;;) {
+    const auto group = current();
+    if (isOwn && isRemoved()) return {};
+    MOONCAKE_TRY(group->usable());
+    std::erase_if(ranks, [&](int r) { return !group->agent().isActive(r); });
+    if (ranks.empty()) return {};
+    if (waitsForCaller(*group)) {
+      if (!isOwn) return goesWithout(*group, ranks);
+      {
+        Lock lock(mutex_);
+        isLeaving_ = true;
+      }
+      options_.onDue();
+    }
+    {
+      Lock lock(mutex_);
+      if (isStopped_) return {ErrorCode::kAborted, "the process group was destroyed"};
+      if (isMoving_ || current_ != group) continue;
+    }
+    MOONCAKE_TRY(ask(group, {.absent = ranks}, asking, deadline));
+    Lock lock(mutex_);
+    changed_.wait_until(mutex_, Deadline::after(kLook).when());
+  }
+}
+
+// Ok: the successor for which a close is decided lacks all of these ranks.
+Status GroupLine::goesWithout(const Group& group, const std::vector<int>& ranks) const {
+  const auto close = group.renewal().close();
+  Lock lock(mutex_);
+  const Preparation* const next = successors_.find(close->successor);
+  if (!next || std::ranges::includes(next->successor.absent, ranks)) return {};
+  return {ErrorCode::kRefused, group.nameRank(group.rank()) + ": another change of group '" +
+                                   group.name() +
+                                   "' is about to happen behind a call that other members are in "
+                                   "and this rank has not begun: call it again after that call"};
 }
 
 // Takes the ranks of lost newcomers out of `ranks`. Into `dropped`, unless the line has moved with them:
@@ -524,10 +549,7 @@ bool GroupLine::dropLost(const Group& group, const std::vector<Newcomer>& asked,
 bool GroupLine::isGivenUp(const Group& group, const Newcomer& newcomer) {
   dropVoid();
   Lock lock(mutex_);
-  return current_.get() == &group && !group.renewal().close() &&
-         std::ranges::none_of(preparations_, [&](const auto& one) {
-           return std::ranges::count(one.second.successor.newcomers, newcomer) > 0;
-         });
+  return current_.get() == &group && !group.renewal().close() && !successors_.hasNewcomer(newcomer);
 }
 
 // Adds to `dropped` the ranks that are not in the successor for which a close is decided.
@@ -535,22 +557,15 @@ std::vector<int> GroupLine::withoutNewcomers(const Group& group, std::vector<int
                                              std::vector<int> dropped) const {
   const auto close = group.renewal().close();
   Lock lock(mutex_);
-  const auto next = preparations_.find(close->successor);
+  const Preparation* const next = successors_.find(close->successor);
   for (const int rank : ranks) {
-    if (next == preparations_.end() ||
-        std::ranges::none_of(next->second.successor.newcomers,
-                             [&](const Newcomer& newcomer) { return newcomer.rank == rank; }))
+    if (!next || std::ranges::none_of(next->successor.newcomers, [&](const Newcomer& newcomer) {
+          return newcomer.rank == rank;
+        }))
       dropped.push_back(rank);
   }
   std::ranges::sort(dropped);
   return dropped;
-}
-
-Status GroupLine::failureOf(uint64_t digest) const {
-  Lock lock(mutex_);
-  const auto one = preparations_.find(digest);
-  if (one != preparations_.end()) return one->second.failure;
-  return lastFailure_.first == digest ? lastFailure_.second : Status();
 }
 
 Status GroupLine::join(Deadline deadline) {
@@ -563,7 +578,8 @@ Status GroupLine::join(Deadline deadline) {
       Lock lock(mutex_);
       if (isIn_) return {};
       if (isStopped_) return {ErrorCode::kAborted, "the process group was destroyed"};
-      for (const auto& [digest, one] : preparations_) {
+      isJoining_ = true;
+      for (const auto& [digest, one] : successors_.entries()) {
         digests.push_back(digest);
         if (!one.movedTo.empty()) toldBySome.push_back(one.successor);
       }
@@ -595,35 +611,39 @@ std::shared_ptr<Group> GroupLine::moveOn() {
     digest = due_.value_or(0);
   }
   if (digest == 0) {
-    if (!from->renewal().hasEnded()) return from;
+    if (!from->renewal().hasEnded() && !leavesEarly(*from)) return from;
     digest = from->renewal().close()->successor;
   }
   std::shared_ptr<Group> to;
   Successor successor;
   {
     Lock lock(mutex_);
-    const auto one = preparations_.find(digest);
-    if (one == preparations_.end() || !one->second.group) return from;  // only if given up: stop()
-    to = one->second.group;
-    successor = one->second.successor;
+    Preparation* const one = successors_.find(digest);
+    if (!one || !one->group) return from;  // only if given up: stop(), and if it moved before
+    to = one->group;
+    successor = one->successor;
     isMoving_ = true;
     // What else was made is for this series: no other one will have it.
-    post([others = std::exchange(preparations_, {})] {});
-    givenUp_.clear();
+    post([all = successors_.takeAll()] {});
     due_.reset();
   }
-  std::vector<bool> stays(size_t(options_.group.size), !isNewcomer());
+  const bool isOut = takesOut(successor);
+  std::vector<bool> stays(size_t(options_.group.size), !isOut && !isNewcomer());
   for (const Newcomer& newcomer : successor.newcomers) stays[size_t(newcomer.rank)] = false;
   options_.onMove(*to, stays);
-  events_->begin(successor.series);  // before a caller of recover() or join() goes on
+  events_->begin(successor.series, !isOut);  // before a caller of recover() or join() goes on
   {
     Lock lock(mutex_);
     current_ = to;
     isMoving_ = false;
     series_ = successor.series;
-    isIn_ = true;
+    isIn_ = !isOut;
+    isRemoved_ = isOut;
+    isJoining_ = isLeaving_ = false;
     lastMove_ = successor;
     for (const Newcomer& newcomer : successor.newcomers) ready_.erase(newcomer.rank);
+    for (const int rank : successor.absent) ready_.erase(rank);
+    if (isOut) ready_.clear();  // it will not hear who has been let in
     post([this, from] { end(from); });
     changed_.notify_all();
   }
@@ -631,6 +651,21 @@ std::shared_ptr<Group> GroupLine::moveOn() {
   for (const Newcomer& newcomer : successor.newcomers)
     members_.tell(newcomer.rank, {.kind = LineMessage::Kind::kMoved, .successor = successor});
   return to;
+}
+
+// Other members are in a call that lies before the close, and this rank, which takes itself out, never
+// begins it. So it leaves as from a group that it destroys, and they go on without its part. Between
+// two calls.
+bool GroupLine::leavesEarly(Group& from) {
+  const auto close = from.renewal().close();
+  {
+    Lock lock(mutex_);
+    if (!isLeaving_ || !close) return false;
+    const Preparation* const one = successors_.find(close->successor);
+    if (!one || !takesOut(one->successor)) return false;
+  }
+  from.agent().leave(from.agent().ended(), Deadline::after(kEnds));
+  return true;
 }
 
 // On the line's thread. The others may need the old series until they have ended it, too.
@@ -646,8 +681,7 @@ void GroupLine::end(const std::shared_ptr<Group>& old) {
 
 bool GroupLine::settle(Deadline deadline) {
   Lock lock(mutex_);
-  const auto isMade = [](const auto& one) { return one.second.group || !one.second.failure.ok(); };
-  while (isBusy_ || !tasks_.empty() || !std::ranges::all_of(preparations_, isMade)) {
+  while (isBusy_ || !tasks_.empty() || !successors_.areAllMade()) {
     if (deadline.passed()) return false;
     changed_.wait_until(mutex_, deadline.earlier(Deadline::after(kLook)).when());
   }

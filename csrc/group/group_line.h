@@ -6,10 +6,8 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "base/backoff.h"
@@ -18,7 +16,7 @@
 #include "group/line_members.h"
 #include "group/line_words.h"
 #include "group/series_events.h"
-#include "group/successor_maker.h"
+#include "group/successor_table.h"
 
 namespace mooncake {
 
@@ -26,7 +24,8 @@ namespace mooncake {
 // rank's number. A series follows another one when a newcomer takes the place of a lost rank: the
 // newcomer says that it is ready, a member wishes to have it, the lowest member proposes a successor,
 // all members and the newcomer make that Group in the background, and a flush of the old one decides
-// where it ends (Renewal, and section 9 of docs/membership.md).
+// where it ends (Renewal, and section 9 of docs/membership.md). Members are taken out in the same way.
+// Such a rank stays in the job, may come back as a newcomer, and its calls fail until then.
 //
 // Whoever runs the group's operations calls moveOn() between two of them; nobody else changes
 // current().
@@ -40,9 +39,11 @@ class GroupLine {
     // Called on the line's thread when a move is due: the owner calls moveOn() as soon as no
     // operation runs.
     std::function<void()> onDue;
-    // Called by moveOn(), while current() is still the group before.
-    // `stays[r]`: rank r is the same process in both.
+    // Called by moveOn(), while current() is still the group before. `stays[r]`: rank r goes on with
+    // this one in the other group. Newcomers, and ranks that are taken out, go on with none.
     std::function<void(Group& to, const std::vector<bool>& stays)> onMove;
+    // Makes a group that has this rank alone, for a rank that is taken out.
+    std::function<Result<std::unique_ptr<Group>>(GroupOptions options)> makeAlone;
   };
 
   // `events`: of `first`.
@@ -61,8 +62,10 @@ class GroupLine {
   std::shared_ptr<Group> current() const EXCLUDES(mutex_);
   // How many series this rank has been in.
   uint32_t series() const EXCLUDES(mutex_);
-  // Whether this rank is a newcomer that the members have not let in yet.
+  // Whether this rank is not in the group: the members have not let it in yet, or have taken it out.
   bool isNewcomer() const EXCLUDES(mutex_);
+  // Whether they have taken it out.
+  bool isRemoved() const EXCLUDES(mutex_);
   // Whether a newcomer waits to take the place of this rank, which is lost.
   bool isReady(int rank) const EXCLUDES(mutex_);
 
@@ -74,6 +77,10 @@ class GroupLine {
   enum class Unready { kIsError, kIsDropped };  // a rank for which no newcomer is ready
   Result<std::vector<int>> recover(std::vector<int> ranks, Deadline ready, Deadline deadline,
                                    Unready unready = Unready::kIsError) EXCLUDES(mutex_);
+  // Members: takes these ranks out, this one, too, if it is among them, and waits as recover() does.
+  // Ranks that are out are skipped. A rank that takes itself out takes part in no further call, also
+  // if other members are in one.
+  Status remove(std::vector<int> ranks, Deadline deadline) EXCLUDES(mutex_);
   // Newcomers: waits until the members have let this rank in. Members return at once.
   Status join(Deadline deadline) EXCLUDES(mutex_);
 
@@ -82,29 +89,24 @@ class GroupLine {
   std::shared_ptr<Group> moveOn() EXCLUDES(mutex_);
 
  private:
-  // A successor that is being made, or is made.
-  struct Preparation {
-    Successor successor;
-    std::shared_ptr<SuccessorMaker> maker;
-    std::shared_ptr<Group> group;  // once it is made
-    Status failure;
-    bool isGivenUp = false;             // by this rank, or by another member
-    bool isWished = false;              // move to it once it is made
-    std::set<int> movedTo;              // newcomer: members that are in it
-    std::optional<Repetition> telling;  // on the rank that has proposed it
+  // What a caller that waits for a change repeats.
+  struct Asking {
+    int proposer = -1;
+    std::optional<Repetition> pause;
+    uint64_t wished = 0;  // digest of the successor
   };
-  using Preparations = std::map<uint64_t, Preparation>;  // by digest
 
   void onMessage(const EngineId& from, ByteView bytes) EXCLUDES(mutex_);
   bool lastMoveHas(const Newcomer& newcomer) const EXCLUDES(mutex_);
   bool isNext(const Successor& successor) const REQUIRES(mutex_);
   bool isBehind(const Successor& successor) const EXCLUDES(mutex_);
   void tellLastMove(int rank) const EXCLUDES(mutex_);
-  bool isVoid(const Preparation& one, const std::vector<bool>& active) const REQUIRES(mutex_);
-  Preparations::iterator living(const std::vector<bool>& active) REQUIRES(mutex_);
-  void propose(const std::vector<Newcomer>& newcomers) EXCLUDES(mutex_);
+  bool takesOut(const Successor& successor) const;
+  void propose(const Successor& wanted) EXCLUDES(mutex_);
   void prepare(const Successor& successor, uint64_t digest) EXCLUDES(mutex_);
   void make(uint64_t digest, const StopSignal& stop) EXCLUDES(mutex_);
+  Result<std::unique_ptr<Group>> makeGroup(const Successor& successor, const Group& before,
+                                           const StopSignal& stop);
   void readyFor(Group& before, uint64_t digest) EXCLUDES(mutex_);
   void wishFor(uint64_t digest) EXCLUDES(mutex_);
   uint64_t wishForLiving(const Group& group, uint64_t before) EXCLUDES(mutex_);
@@ -115,12 +117,15 @@ class GroupLine {
   void checkTold(uint64_t digest) EXCLUDES(mutex_);
   std::vector<Newcomer> newcomersFor(const std::vector<int>& ranks, std::vector<int>& missing) const
       REQUIRES(mutex_);
+  Status ask(const std::shared_ptr<Group>& group, const Successor& wanted, Asking& asking,
+             Deadline deadline) EXCLUDES(mutex_);
   bool dropLost(const Group& group, const std::vector<Newcomer>& asked, std::vector<int>& ranks,
                 std::vector<int>& dropped) EXCLUDES(mutex_);
   bool isGivenUp(const Group& group, const Newcomer& newcomer) EXCLUDES(mutex_);
   std::vector<int> withoutNewcomers(const Group& group, std::vector<int> ranks,
                                     std::vector<int> dropped) const EXCLUDES(mutex_);
-  Status failureOf(uint64_t digest) const EXCLUDES(mutex_);
+  Status goesWithout(const Group& group, const std::vector<int>& ranks) const EXCLUDES(mutex_);
+  bool leavesEarly(Group& from) EXCLUDES(mutex_);
   void end(const std::shared_ptr<Group>& old) EXCLUDES(mutex_);
   void post(std::function<void()> task) REQUIRES(mutex_);
   void run() EXCLUDES(mutex_);
@@ -134,11 +139,13 @@ class GroupLine {
   Condition changed_;
   std::shared_ptr<Group> current_ GUARDED_BY(mutex_);
   uint32_t series_ GUARDED_BY(mutex_) = 1;
-  bool isIn_ GUARDED_BY(mutex_);  // not a newcomer any more
+  bool isIn_ GUARDED_BY(mutex_);               // not a newcomer any more
+  bool isRemoved_ GUARDED_BY(mutex_) = false;  // taken out by the members
+  bool isJoining_ GUARDED_BY(mutex_) = false;  // the newcomer has asked to be let in
+  // This rank takes itself out, and begins no call any more that lies before the close.
+  bool isLeaving_ GUARDED_BY(mutex_) = false;
   std::map<int, EngineId> ready_ GUARDED_BY(mutex_);
-  Preparations preparations_ GUARDED_BY(mutex_);
-  std::set<uint64_t> givenUp_ GUARDED_BY(mutex_);  // digests that are not made any more
-  std::pair<uint64_t, Status> lastFailure_ GUARDED_BY(mutex_);  // of one that is dropped
+  SuccessorTable successors_ GUARDED_BY(mutex_);
   uint32_t proposals_ GUARDED_BY(mutex_) = 0;
   std::optional<uint64_t> due_ GUARDED_BY(mutex_);        // newcomer: where it moves
   std::optional<Successor> lastMove_ GUARDED_BY(mutex_);  // told again to newcomers that missed it

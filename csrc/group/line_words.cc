@@ -8,7 +8,7 @@ namespace {
 // Wire form: u8 version  u8 kind  bool wishes  u32 series  u32 proposer  u32 number
 //            u32 term  u32 count, each: u32 absent rank
 //            u32 count, each: u32 rank  16 bytes id
-constexpr uint8_t kVersion = 2;
+constexpr uint8_t kVersion = 3;
 
 }  // namespace
 

@@ -26,7 +26,8 @@ struct Successor {
   int proposer = 0;
   uint32_t number = 0;
   // Its members: the newcomers, and the processes that are ranks of the job since this term or
-  // before it, but for these. The job may have further processes, which are not ready yet.
+  // before it, but for these. The job may have further processes, which are not ready yet, or were
+  // taken out.
   uint32_t term = 0;
   std::vector<int> absent;          // in order
   std::vector<Newcomer> newcomers;  // by rank
@@ -40,7 +41,8 @@ struct Successor {
 struct LineMessage {
   enum class Kind : uint8_t {
     kReady = 1,  // a newcomer: it waits to be let in
-    kAsk,        // to the member that proposes: the newcomers of `successor` are to be let in
+    kAsk,        // to the member that proposes: the newcomers of `successor` are to be let in, and
+                 // members that are among its `absent` ones are to be taken out
     kPrepare,    // make `successor`; with `wishes`, also move to it
     kGaveUp,     // the sender never moves to `successor`
     kMoved,      // to a newcomer: the sender is in `successor`

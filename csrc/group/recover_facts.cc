@@ -28,15 +28,23 @@ Error notReady(const Group& group, const std::vector<int>& missing) {
               "join_group, and ask get_peer_state before"};
 }
 
-Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers, const Status& why) {
+Error notMoved(const Group& group, const Successor& wanted, const Status& why) {
   std::vector<int> ranks;
-  for (const Newcomer& newcomer : newcomers) ranks.push_back(newcomer.rank);
+  for (const Newcomer& newcomer : wanted.newcomers) ranks.push_back(newcomer.rank);
+  const std::string what = ranks.empty() ? "taken " + group.nameRanks(wanted.absent) + " out"
+                                         : "let " + group.nameRanks(ranks) + " in";
   return {ErrorCode::kTimeout,
-          group.nameRank(group.rank()) + ": group '" + group.name() + "' has not let " +
-              group.nameRanks(ranks) +
-              " in before the timeout: a member is in a call that the others do not call, or is "
+          group.nameRank(group.rank()) + ": group '" + group.name() + "' has not " + what +
+              " before the timeout: a member is in a call that the others do not call, or is "
               "stopped. Nothing has changed" +
               (why.ok() ? "" : " (" + why.error().message + ")")};
+}
+
+Error notActive(const Group& group) {
+  return {ErrorCode::kRefused, "invalid state: this rank is not active in group '" + group.name() +
+                                   "', " + group.nameRank(group.rank()) +
+                                   " was taken out by deactivate_ranks. It may come back with "
+                                   "join_group, which members answer with activate_ranks"};
 }
 
 }  // namespace mooncake

@@ -6,7 +6,8 @@
 #include "group/group.h"
 #include "group/line_words.h"
 
-// What a call of GroupLine::recover() sees of the present series, and the errors that it ends with.
+// What calls of GroupLine::recover() and remove() see of the present series, and the errors that they
+// end with.
 namespace mooncake {
 
 // The lowest member. Two ranks think so of themselves if one does not know of a loss yet.
@@ -18,6 +19,8 @@ bool waitsForCaller(const Group& group);
 
 Error notReady(const Group& group, const std::vector<int>& missing);
 // `why`: what the wait for the end of the series has said.
-Error notMoved(const Group& group, const std::vector<Newcomer>& newcomers, const Status& why);
+Error notMoved(const Group& group, const Successor& wanted, const Status& why);
+// Of each call of a rank that was taken out. SGLang looks for "invalid state" and "rank is not active".
+Error notActive(const Group& group);
 
 }  // namespace mooncake

@@ -12,11 +12,12 @@ GroupOptions SeriesEvents::with(GroupOptions options, uint32_t series) {
   return options;
 }
 
-void SeriesEvents::begin(uint32_t series) {
+void SeriesEvents::begin(uint32_t series, bool isIn) {
   Lock lock(mutex_);
   current_ = series;
   const auto seen = later_.find(series);
-  if (seen != later_.end() && show_) show_(seen->second);
+  if (!isIn && show_) show_({});
+  if (isIn && seen != later_.end() && show_) show_(seen->second);
   later_.clear();
 }
 

@@ -21,8 +21,9 @@ class SeriesEvents : public std::enable_shared_from_this<SeriesEvents> {
 
   // Returns the options for the group that is this series.
   GroupOptions with(GroupOptions options, uint32_t series);
-  // Calls run in this series from now on: shows its members.
-  void begin(uint32_t series) EXCLUDES(mutex_);
+  // Calls run in this series from now on: shows its members. If this rank is not in it, no calls run,
+  // and no members are shown.
+  void begin(uint32_t series, bool isIn = true) EXCLUDES(mutex_);
   // Called when the current series has ended on this rank: see GroupOptions::onSeriesEnd.
   void watchEnd(std::function<void()> onEnd) EXCLUDES(mutex_);
 

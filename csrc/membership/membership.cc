@@ -156,7 +156,8 @@ void Membership::runOnLoop(std::function<void()> task) {
 void Membership::subscribe(Listener* listener, std::shared_ptr<const Roster> roster) {
   runOnLoop([this, listener, roster = std::move(roster)] {
     listeners_.push_back({listener, roster});
-    if (view().epoch > 1) listener->onView(roster ? viewOf(*roster) : view());
+    const View now = roster ? viewOf(*roster) : view();
+    if (now.epoch > 1 || now.active.count() < size()) listener->onView(now);
     if (const Status now = standing(); !now.ok()) listener->onOver(now.error());
   });
 }
