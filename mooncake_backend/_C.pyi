@@ -53,6 +53,7 @@ class MooncakeBackend(Backend):
 
     is_newcomer: bool
     is_removed: bool
+    room: int
     series: int
     def is_ready(self, rank: int) -> bool: ...
     def recover_ranks(

@@ -30,6 +30,7 @@ from mooncake_backend.replacing import (
     activate_ranks,
     deactivate_ranks,
     join_group,
+    note_growth,
     recover_ranks,
 )
 
@@ -75,6 +76,7 @@ def get_active_ranks(group: Any, *, on_host: bool = False) -> torch.Tensor:
     date and is read without waiting for the device; a tensor of the CPU is returned as it is."""
     backend = backend_of(group)
     backend.note_losses_read()
+    note_growth()
     return backend.active_ranks_on_host if on_host else backend.active_ranks
 
 
@@ -151,15 +153,16 @@ def acknowledge_loss(group: Any) -> bool:
 
 def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
     """Tells for each of these ranks whether it is in the group's view and not accused here, or a
-    new process waits in join_group() to be let in for it. False for numbers from the group's size
-    on, up to the length of its get_active_ranks(). Local: no rank is asked."""
+    new process waits in join_group() to be let in for it. Also for numbers from the group's size
+    on, up to its max_group_size. Local: no rank is asked."""
     backend = backend_of(group)
+    note_growth()
     size = backend.size()
     for rank in ranks:
-        if not (0 <= rank < size or size <= rank < backend.active_ranks.numel()):
+        if not (0 <= rank < max(backend.room, backend.active_ranks.numel())):
             raise RuntimeError(f"invalid argument: rank {rank} is not in a group of {size}")
     healthy = set(backend.survivors) - {seen.rank for seen in get_evidence(group)}
-    return [rank in healthy or (rank < size and backend.is_ready(rank)) for rank in ranks]
+    return [rank in healthy or backend.is_ready(rank) for rank in ranks]
 
 
 def get_num_synced_ranks(group: Any) -> int:
@@ -236,6 +239,17 @@ def get_preferred_hca(group: Any, location: str) -> str:
     return ""
 
 
+def extend_group_size_to(group: Any, size: int) -> None:
+    """Nothing has to be done before recover_ranks() lets in ranks behind the last one. ValueError:
+    the group has no room for as many; max_group_size is the most."""
+    room = backend_of(group).room
+    if not 0 < size <= room:
+        raise ValueError(
+            f"the group has room for {room} ranks, not for {size}: make it with a larger "
+            "max_group_size"
+        )
+
+
 def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
     """Makes a function that other programs import, and that raises NotImplementedError."""
 
@@ -245,7 +259,3 @@ def not_yet(name: str, missing: str) -> Callable[..., NoReturn]:
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"Not available yet: {missing} is missing."
     return function
-
-
-# It is imported together with functions that work.
-extend_group_size_to = not_yet("extend_group_size_to", "growing a group")

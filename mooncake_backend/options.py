@@ -127,10 +127,11 @@ class MooncakeBackendOptions:
     """`pg_options` of init_process_group and new_group.
 
     active_ranks: int32 tensor in which the group marks each rank, 1 = alive, 0 = lost
-    max_group_size: number of ranks that the group may grow to; None is its first size. Groups
-    cannot grow yet, and the limit is the largest tested group: 64 ranks
-    is_extension: this process takes the place of a lost rank of a running job, as MOONCAKE_REJOIN=1
-    says for the default group. The group has it alone until join_group()
+    max_group_size: number of ranks that the default group may grow to; None is its first size.
+    Memory is laid out for as many, on all ranks. At most 64: the largest tested group. Other groups
+    do not grow
+    is_extension: this process comes to a running job, in place of a lost rank or behind the last
+    one, as MOONCAKE_REJOIN=1 says for the default group. The group has it alone until join_group()
     auto_deactivate_on_failure, auto_sync_on_failure: only the defaults work; another value raises
     NotImplementedError, which names the missing feature
     transports: names in order of preference; None allows all
@@ -287,7 +288,8 @@ class MooncakeBackendOptions:
             )
         ranks = self.active_ranks
         if ranks is None:
-            ranks = torch.ones(capacity, dtype=torch.int32, device="cpu")
+            ranks = torch.zeros(capacity, dtype=torch.int32, device="cpu")
+            ranks[:size] = 1
         elif ranks.numel() < capacity:
             raise ValueError(
                 f"active_ranks has {ranks.numel()} elements, the group may have {capacity} ranks"

@@ -1,6 +1,7 @@
-"""New processes in the places of lost ranks, and ranks that are taken out: what the members of a
-group call, and the process that comes. Each function takes a process group, or the backend that `group._get_backend(device)`
-returns. docs/replacing.md tells how they fit together."""
+"""New processes in the places of lost ranks or behind the last one, and ranks that are taken out:
+what the members of a group call, and the process that comes. Each function takes a process group,
+or the backend that `group._get_backend(device)` returns. docs/replacing.md and docs/changing.md
+tell how they fit together."""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ def recover_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateResponse
     backend = backend_of(group)
     _refuse_in_capture("recover_ranks")
     dropped = backend.recover_ranks(list(ranks), READY_WITHIN)
+    note_growth()
     status = ProposalStatus.AppliedWithDroppedRanks if dropped else ProposalStatus.Applied
     return ProposeViewUpdateResponse(status, backend.epoch, dropped)
 
@@ -79,7 +81,8 @@ def deactivate_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
 
     A rank that is out stays in the job. Its calls of the group raise RuntimeError, "invalid state:
     this rank is not active ...", before anything is sent; get_active_ranks() is all zeros there. It
-    may destroy its groups and exit, or come back: it calls join_group(), the members activate_ranks().
+    may destroy its groups and exit. Or it comes back: it calls join_group(), the members call
+    activate_ranks().
 
     Rejected, with the reason: a member did not get to it before the group's timeout, or this rank
     is not in the group; nothing has changed. ValueError: a rank that is not in the group or stands
@@ -101,6 +104,7 @@ def join_group(group: Any) -> None:
     RuntimeError: nobody let it in, or it is in already."""
     _refuse_in_capture("join_group")
     backend_of(group).join_group()
+    note_growth()
 
 
 def join_token(group: Any) -> str:
@@ -118,9 +122,9 @@ def admit(group: Any) -> list[int]:
     them: no member can know what the others have seen of it. Costs an all_reduce of a byte for each
     rank."""
     backend = backend_of(group)
-    waits = torch.zeros(backend.size(), dtype=torch.uint8)
+    waits = torch.zeros(backend.room, dtype=torch.uint8)
     survivors = set(backend.survivors)
-    for rank in range(backend.size()):
+    for rank in range(backend.room):
         waits[rank] = rank not in survivors and backend.is_ready(rank)
     options = torch.distributed.AllreduceOptions()
     options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
@@ -129,7 +133,20 @@ def admit(group: Any) -> list[int]:
     if ranks:
         _refuse_in_capture("admit")
         backend.recover_ranks(ranks, KNOWN_WITHIN, drops_unready=True)
+    note_growth()
     return ranks
+
+
+def note_growth() -> None:
+    """Tells torch the global ranks by which the default group has grown. Others do not grow."""
+    if not torch.distributed.is_initialized():
+        return
+    world = torch.distributed.group.WORLD
+    if world is None:
+        return
+    named = torch.distributed.distributed_c10d._world.pg_group_ranks[world]
+    for rank in range(len(named), world.size()):
+        named[rank] = rank
 
 
 def _refuse_in_capture(name: str) -> None:

@@ -1,5 +1,6 @@
 #include "backend/active_ranks.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/ATen.h>
@@ -18,7 +19,10 @@ at::Tensor ActiveRanks::ones(int size, bool isPinned) {
 
 void ActiveRanks::show(const GroupView& view) {
   int32_t* const elements = host_.mutable_data_ptr<int32_t>();
-  for (int r = 0; r < size_; ++r) {
+  // The group may have grown.
+  const int last = view.active.empty() ? 0 : view.active.back() + 1;
+  size_ = std::max(size(), std::min(last, int(host_.numel())));
+  for (int r = 0; r < size(); ++r) {
     std::atomic_ref<int32_t>(elements[r]).store(view.contains(r), std::memory_order_release);
   }
   changes_.fetch_add(1, std::memory_order_release);
@@ -26,7 +30,7 @@ void ActiveRanks::show(const GroupView& view) {
 
 bool ActiveRanks::areOnly(uint64_t active) const {
   int32_t* const elements = host_.mutable_data_ptr<int32_t>();
-  for (int r = 0; r < size_; ++r) {
+  for (int r = 0; r < size(); ++r) {
     const auto shown = std::atomic_ref<int32_t>(elements[r]).load(std::memory_order_acquire);
     if (shown != 0 && (active >> r & 1) == 0) return false;
   }

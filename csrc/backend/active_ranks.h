@@ -10,7 +10,7 @@
 namespace mooncake {
 
 // The int32 tensor in which a group marks its ranks: 1 = active, 0 = lost. Elements beyond the
-// group's size are not touched. A tensor of a device has a twin in pinned host memory, which is
+// largest size that the group has had are not touched. A tensor of a device has a twin in pinned host memory, which is
 // always up to date.
 class ActiveRanks {
  public:
@@ -33,13 +33,13 @@ class ActiveRanks {
  protected:
   ActiveRanks(at::Tensor shown, at::Tensor host, int size);
   static at::Tensor ones(int size, bool isPinned);
-  int size() const { return size_; }
+  int size() const { return size_.load(std::memory_order_relaxed); }
   uint64_t changes() const { return changes_.load(std::memory_order_acquire); }
   // Whether no other ranks than these are shown in host memory.
   bool areOnly(uint64_t active) const;
 
  private:
-  const int size_;
+  std::atomic<int> size_;
   const at::Tensor shown_;
   const at::Tensor host_;
   std::atomic<uint64_t> changes_{0};

@@ -59,6 +59,7 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
     engine_ = lent_;  // an engine of an earlier generation ends before the next one is made
     if (!engine_) engine_ = makeEngine(store, generation->jobKey());
     GroupOptions first = options;
+    first.founders = size_;
     id_ = generation->id();
     first.identity = identityOf(options);
     auto group = Group::create(engine_, *generation, std::move(first), deadline);
@@ -94,8 +95,7 @@ JobIdentity Job::identityOf(const GroupOptions& group) const {
 bool Job::isRunning(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline) const {
   C10dStore shared(store, deadline, "");
   const auto generation = Generation::find(shared, rank_, env_.jobKey, deadline);
-  return generation.ok() &&
-         mooncake::published(**generation, Group::kPublished, size_, deadline).ok();
+  return generation.ok() && mooncake::published(**generation, Group::kPublished, deadline).ok();
 }
 
 std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
@@ -128,7 +128,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
   std::optional<Clock::time_point> aloneSince;  // no member has been reached since then
   for (;;) {
     if (generation) {
-      const auto published = mooncake::published(*generation, Group::kPublished, size_, deadline);
+      const auto published = mooncake::published(*generation, Group::kPublished, deadline);
       if (!published.ok()) throwError(shared.explain(published.error()));
       token.members.clear();
       for (const Bytes& one : *published) token.members.push_back(orThrow(Group::endpointIn(one)));
@@ -161,7 +161,9 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
   failpoint("joined");
   // Later processes may find no founding member. Without the store, they find none of us either.
   if (generation) (void)publishLater(*generation, Group::kPublished, Group::publishedBy(*engine_));
-  return makeAlone(options, deadline);
+  GroupOptions alone = options;
+  alone.size = membership_->size();
+  return makeAlone(std::move(alone), deadline);
 }
 
 void Job::checkKey(const char* what) const {
@@ -203,7 +205,8 @@ Result<std::unique_ptr<Group>> Job::tryMakeAlone(GroupOptions options, Deadline 
       if (!engine.ok()) return engine.error();
       auto made = Membership::start(
           std::move(*engine),
-          {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(size_))});
+          {.rank = rank_,
+           .peers = std::vector<std::shared_ptr<Peer>>(size_t(membership_->size()))});
       if (!made.ok()) return made.error();
       alone_ = std::move(*made);
     }

@@ -25,7 +25,7 @@ namespace mooncake {
 // with the last of them. Errors are thrown.
 class Job {
  public:
-  // `rank` and `size`: in the group that the job begins with.
+  // `rank` and `size`: in the group that the job begins with, which may have room for more ranks.
   Job(int rank, int size, const BackendOptions& options);
 
   // Collective over the job's ranks: makes the engine, unless the options lend one, and the first
@@ -35,8 +35,8 @@ class Job {
   // Whether a job runs that was begun over this store.
   bool isRunning(const c10::intrusive_ptr<c10d::Store>& store, Deadline deadline) const;
   // In place of begin(), in a new process: becomes a rank of the job that runs, in place of a lost
-  // one. Finds it by the options' token, else in the store. Returns a group of the job's size that
-  // has this rank alone.
+  // one, or behind the last one. Finds it by the options' token, else in the store. Returns a group
+  // with room for all ranks of the job that has this rank alone.
   std::unique_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
                               const GroupOptions& group, Deadline deadline);
   // A group of these ranks that has this one alone: of a process that has not been let in yet, or

@@ -66,6 +66,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
     options_.mergeMembers = nullptr;
     options_.launcherKey.clear();  // groups that come from this one have other ranks
   }
+  options_.capacity = std::max(options_.capacity, room());
   missingParts_ = std::make_unique<MissingParts>(*line_, options_.readsActiveRanks);
   completions_ = job_->completions();
   messages_ = makeMessages(*group());
@@ -100,7 +101,8 @@ void LiveGroup::moveTo(Group& to, const std::vector<bool>& stays) {
 GroupOptions LiveGroup::groupOptions() const {
   return {.name = options_.groupName,
           .rank = rank_,
-          .size = size_,
+          .size = isWithinWorld_ ? size_ : std::max(size_, options_.capacity),
+          .extent = size_,
           .globalRanks = options_.globalRanks,
           .env = options_.groupEnv,
           .mailboxBytes = kMailboxBytes,
@@ -109,7 +111,8 @@ GroupOptions LiveGroup::groupOptions() const {
 
 void LiveGroup::startLine(std::unique_ptr<Group> first) {
   GroupOptions series = groupOptions();
-  for (int r = 0; r < size_; ++r) series.jobRanks.push_back(jobRank(r));
+  series.size = first->size();  // a newcomer's job may have more room than it asked for
+  for (int r = 0; r < series.size; ++r) series.jobRanks.push_back(jobRank(r));
   lineName_ = job_->nameLine(options_.groupName, series.jobRanks);
   line_ = std::make_unique<GroupLine>(
       std::move(first), events_,
@@ -128,7 +131,8 @@ void LiveGroup::startLine(std::unique_ptr<Group> first) {
 
 std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t slotBytes,
                                             size_t pushBytes, bool raises, Deadline deadline,
-                                            std::function<void(const GroupView&)> onView) const {
+                                            std::function<void(const GroupView&)> onView,
+                                            int ranks) const {
   refuseInForkedChild();
   if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
   // createWithin() takes the global ranks for ranks of the job. In a job of its own, a group has
@@ -143,7 +147,7 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
   GroupOptions options{
       .name = options_.groupName + "/" + purpose + (series > 1 ? "@" + std::to_string(series) : ""),
       .rank = rank_,
-      .size = size_,
+      .size = ranks > 0 ? ranks : parent->extent(),
       .globalRanks = isWithinWorld_ ? options_.globalRanks : std::vector<int>(),
       .env = options_.groupEnv,
       .slotBytes = slotBytes,

@@ -41,7 +41,11 @@ class LiveGroup {
   LiveGroup& operator=(const LiveGroup&) = delete;
 
   int rank() const { return rank_; }
-  int size() const { return size_; }
+  // Number of ranks that the program sees: it follows growth, and the planned removal of the last
+  // ranks.
+  int size() const { return line_ ? group()->extent() : size_; }
+  // Number of ranks for which the group has room.
+  int room() const { return line_ ? group()->size() : size_; }
   const BackendOptions& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   // Returns the group's timeout for kUnsetTimeout.
@@ -62,9 +66,11 @@ class LiveGroup {
   // Makes a group of the same ranks in the same job, for operations of another module. Collective
   // over the group. Throws.
   // `onView`: see GroupOptions.
+  // `ranks`: the first ones of this group; 0: all that programs see.
   std::unique_ptr<Group> makeGroup(const std::string& purpose, size_t slotBytes, size_t pushBytes,
                                    bool raises, Deadline deadline,
-                                   std::function<void(const GroupView&)> onView = {}) const;
+                                   std::function<void(const GroupView&)> onView = {},
+                                   int ranks = 0) const;
 
   Job& job() const { return *job_; }
   // The series in which calls run now.

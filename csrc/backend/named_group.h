@@ -34,6 +34,8 @@ class NamedGroup final : public c10d::ProcessGroup {
              const c10::intrusive_ptr<c10d::Backend>& backend,
              const std::vector<c10::Device>& devices);
   const std::string getBackendName() const override { return name_; }
+  // The group may have grown.
+  int getSize() const override { return ours_ ? ours_->group().size() : ProcessGroup::getSize(); }
   // c10d implements these two for the backends that it knows; newer torch has no longer the first.
   // Our backend counts from the beginning, so there is nothing to set.
   virtual void setSequenceNumberForGroup() {}
@@ -124,6 +126,7 @@ class NamedGroup final : public c10d::ProcessGroup {
   }
 
   const std::string name_;
+  const c10::intrusive_ptr<MooncakeBackend> ours_;  // null: another backend
 };
 
 }  // namespace mooncake

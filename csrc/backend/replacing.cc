@@ -8,7 +8,7 @@
 namespace mooncake {
 
 bool Replacing::isReady(int rank) const {
-  return group_.isOpen() && rank < group_.size() && group_.line().isReady(rank);
+  return group_.isOpen() && rank < group_.room() && group_.line().isReady(rank);
 }
 
 std::vector<int> Replacing::recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
@@ -44,9 +44,12 @@ Deadline Replacing::begin(const std::string& call, const std::vector<int>& ranks
   const std::string name = self + ", " + call + " of group '" + group_.options().groupName + "'";
   if (ranks.empty()) refuse(name + " got no ranks: " + which);
   for (auto rank = ranks.begin(); rank != ranks.end(); ++rank) {
-    if (*rank < 0 || *rank >= group_.size())
+    if (*rank < 0 || *rank >= group_.room())
       refuse(name + ": rank " + std::to_string(*rank) + " is not in a group of " +
-             std::to_string(group_.size()));
+             std::to_string(group_.size()) +
+             (group_.room() > group_.size()
+                  ? ", which has room for " + std::to_string(group_.room())
+                  : ""));
     if (std::find(ranks.begin(), rank, *rank) != rank)
       refuse(name + ": rank " + std::to_string(*rank) + " stands twice in the list");
   }

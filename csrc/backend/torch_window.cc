@@ -27,7 +27,7 @@ RmaWindow::Given givenOf(const at::Tensor& tensor) {
 TorchWindow::TorchWindow(MooncakeBackend& backend)
     : backend_(c10::intrusive_ptr<MooncakeBackend>::reclaim_copy(&backend)),
       messages_(backend.group().messages()),
-      size_(backend.getSize()) {}
+      size_(backend.group().size()) {}
 
 // A forked child leaks its members: a thread of the parent may hold their locks for ever.
 TorchWindow::~TorchWindow() {

@@ -116,7 +116,7 @@ std::unique_ptr<EpBuffer> makeBuffer(
   if (backend) {
     const MooncakeBackend& ours = backendOfOurs(**backend);
     py::gil_scoped_release unlocked;
-    group = makeEpGroup(ours, raises, deadline);
+    group = makeEpGroup(ours, size, raises, deadline);
     if (env.epKernels && !raises && hasResults) {
       kernels = makeEpKernels(
           ours, bytes,

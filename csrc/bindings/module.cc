@@ -505,6 +505,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                              [](PythonBackend& backend) { return backend.group().line().series(); })
       .def_property_readonly(
           "is_newcomer", [](PythonBackend& backend) { return backend.group().line().isNewcomer(); })
+      .def("size", [](PythonBackend& backend) { return backend.group().size(); })
+      .def_property_readonly("room", [](PythonBackend& backend) { return backend.group().room(); })
       .def_property_readonly(
           "is_removed", [](PythonBackend& backend) { return backend.group().line().isRemoved(); })
       .def(

@@ -290,8 +290,12 @@ class WholeInput final : public InputFeed {
 
 }  // namespace
 
-Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
+Status alltoall(Group& group, std::span<const ConstSpan> given, std::span<const Span> taken,
                 DType dtype, Deadline deadline, InputFeed* feed) {
+  std::vector<ConstSpan> inputs(given.begin(), given.end());
+  std::vector<Span> outputs(taken.begin(), taken.end());
+  inputs.resize(size_t(group.size()));
+  outputs.resize(size_t(group.size()));
   // Whether pieces follow is known when all have begun.
   const Call call{.verb = Verb::kAlltoall, .dtype = dtype, .goesOn = 1};
   Alltoall whole(group, inputs, outputs, feed != nullptr);
@@ -304,8 +308,8 @@ Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const
   WholeInput allThere;
   return runFed(group, call, feed ? *feed : allThere, partBytes, pieceBytes, OnLoss::kRunAgain,
                 [&](const Call& each, size_t begin, size_t bytes) {
-                  const auto from = pieceOf(inputs, begin, bytes);
-                  const auto to = pieceOf(outputs, begin, bytes);
+                  const auto from = pieceOf(std::span<const ConstSpan>(inputs), begin, bytes);
+                  const auto to = pieceOf(std::span<const Span>(outputs), begin, bytes);
                   Alltoall piece(group, from, to);
                   return Operation(group, each, deadline).run(piece);
                 });

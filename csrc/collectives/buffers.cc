@@ -26,6 +26,13 @@ Call callForParts(Call call, const Group& group, size_t parts) {
   return call;
 }
 
+Call callForSome(Call call, const Group& group, size_t parts) {
+  if (parts == 0 || parts == size_t(group.size())) return call;
+  call.tensors = uint32_t(parts);
+  call.isBeyond = size_t(group.rank()) >= parts;
+  return call;
+}
+
 size_t packedBytes(Buffers buffers) {
   size_t bytes = 0;
   for (const Buffer& buffer : buffers) bytes = aligned(bytes) + buffer.data.size();

@@ -60,13 +60,16 @@ Status allgather(Group& group, Buffers inputs, std::span<const Span> outputs, De
 // apart again; so slots cost no further copy and save a round of signals.
 size_t mostGatheredInSlots(const Group& group, size_t inputs);
 
-// The root's outputs[r] becomes rank r's input; the other ranks have no outputs.
+// The root's outputs[r] becomes rank r's input; the other ranks have no outputs. `parts`: all ranks
+// say for how many ranks there are outputs, the first ones; 0: for all. If a rank beyond them takes
+// part, the call fails.
 Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, int root,
-              Deadline deadline, InputFeed* feed = nullptr);
+              Deadline deadline, InputFeed* feed = nullptr, size_t parts = 0);
 
 // Output becomes the root's inputs[rank]; the other ranks have no inputs. All have the same length.
+// `parts`: as in gather().
 Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
-               Deadline deadline, InputFeed* feed = nullptr);
+               Deadline deadline, InputFeed* feed = nullptr, size_t parts = 0);
 
 // Input: n parts of the output's length, one for each rank. Output: the reduction of all ranks'
 // parts for this rank. There may be parts for the first ranks only, as in allgather().
@@ -78,6 +81,7 @@ Status reduceScatter(Group& group, Buffers inputs, Buffers outputs, ReduceKind k
                      Deadline deadline, InputFeed* feed = nullptr);
 
 // inputs[r] goes to rank r, outputs[r] comes from it; any lengths that fit pair by pair, also zero.
+// There may be inputs and outputs for the first ranks only: the other ones have none.
 Status alltoall(Group& group, std::span<const ConstSpan> inputs, std::span<const Span> outputs,
                 DType dtype, Deadline deadline, InputFeed* feed = nullptr);
 

@@ -10,8 +10,9 @@ namespace mooncake {
 Status runFed(Group& group, Call call, InputFeed& feed, size_t partBytes, size_t pieceBytes,
               OnLoss onLoss, const RunPiece& run) {
   // A rank without a feed works with other pieces, and must not take part.
+  // Of a call with parts for some ranks, `tensors` is the number of these.
+  call.lengths = uint32_t(pieceBytes + call.tensors);
   call.tensors = 1;
-  call.lengths = uint32_t(pieceBytes);
   std::shared_ptr<const GroupView> contributors;
   for (size_t begin = 0; begin < partBytes;) {
     const size_t bytes = std::min(pieceBytes, partBytes - begin);

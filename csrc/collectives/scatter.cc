@@ -15,12 +15,14 @@ namespace {
 
 class Scatter : public Algorithm {
  public:
-  Scatter(Buffers inputs, Span output, int root) : inputs_(inputs), output_(output), root_(root) {}
+  Scatter(Buffers inputs, Span output, int root, size_t parts)
+      : inputs_(inputs), output_(output), root_(root), parts_(parts) {}
 
  protected:
   const Buffers inputs_;  // empty on other ranks than the root
   const Span output_;
   const int root_;
+  const size_t parts_;
 };
 
 class ScatterEager final : public Scatter {
@@ -35,7 +37,7 @@ class ScatterEager final : public Scatter {
     MOONCAKE_TRY(op.awaitAllBegun());
     if (!op.takesPart(root_)) return op.agreeRootLost(root_);
     const size_t stride = aligned(output_.size());
-    auto payload = op.payloadOf(root_, stride * size_t(op.size() - 1) + output_.size());
+    auto payload = op.payloadOf(root_, stride * (parts_ - 1) + output_.size());
     if (!payload.ok()) return payload.error();
     if (!output_.empty())
       std::memcpy(output_.data(), *payload + stride * size_t(op.rank()), output_.size());
@@ -62,7 +64,7 @@ class ScatterRendezvous final : public Scatter {
       if (own.data() != output_.data()) std::memmove(output_.data(), own.data(), own.size());
       return {};
     }
-    auto part = announcedBuffer(op, root_, size_t(op.rank()), size_t(op.size()));
+    auto part = announcedBuffer(op, root_, size_t(op.rank()), parts_);
     if (!part.ok()) return part.error();
     Fetches fetches(op);
     MOONCAKE_TRY(fetches.start(root_, *part, 0, output_));
@@ -76,32 +78,34 @@ class ScatterRendezvous final : public Scatter {
 };
 
 Status scatterPiece(Group& group, const Call& call, std::span<const ConstSpan> inputs, Span output,
-                    Deadline deadline) {
+                    size_t parts, Deadline deadline) {
   std::vector<Buffer> buffers;
   for (const ConstSpan input : inputs) buffers.push_back(readOnly(input, call.dtype));
   Operation op(group, call, deadline);
-  if (size_t(group.size()) * aligned(output.size()) <= group.eagerBytes()) {
-    ScatterEager eager(buffers, output, call.root);
+  if (parts * aligned(output.size()) <= group.eagerBytes()) {
+    ScatterEager eager(buffers, output, call.root, parts);
     return op.run(eager);
   }
-  ScatterRendezvous rendezvous(buffers, output, call.root);
+  ScatterRendezvous rendezvous(buffers, output, call.root, parts);
   return op.run(rendezvous);
 }
 
 }  // namespace
 
 Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
-               Deadline deadline, InputFeed* feed) {
-  const Call call{.verb = Verb::kScatter,
-                  .dtype = dtype,
-                  .root = root,
-                  .count = output.size() / dtypeSize(dtype)};
-  if (!feed) return scatterPiece(group, call, inputs, output, deadline);
-  const size_t most = fedPieceBytes(output.size(), size_t(group.size()));
+               Deadline deadline, InputFeed* feed, size_t parts) {
+  const Call call = callForSome({.verb = Verb::kScatter,
+                                 .dtype = dtype,
+                                 .root = root,
+                                 .count = output.size() / dtypeSize(dtype)},
+                                group, parts);
+  if (parts == 0) parts = size_t(group.size());
+  if (!feed) return scatterPiece(group, call, inputs, output, parts, deadline);
+  const size_t most = fedPieceBytes(output.size(), parts);
   return runFed(group, call, *feed, output.size(), most, OnLoss::kGoOn,
                 [&](const Call& each, size_t begin, size_t bytes) {
                   return scatterPiece(group, each, pieceOf(inputs, begin, bytes),
-                                      output.subspan(begin, bytes), deadline);
+                                      output.subspan(begin, bytes), parts, deadline);
                 });
 }
 

@@ -27,7 +27,8 @@ std::string describeCall(const Call& call) {
   }
   if (call.verb != Verb::kAlltoall && call.verb != Verb::kRegisterWindow)
     text += ", " + std::to_string(call.count) + " elements per rank";
-  if (call.tensors > 0) {
+  const bool hasParts = call.root >= 0 && call.tensors > 0 && call.lengths == 0;
+  if (call.tensors > 0 && !hasParts) {
     char which[16];
     std::snprintf(which, sizeof(which), "%08x", call.lengths);
     text +=
@@ -42,6 +43,9 @@ std::string describeCall(const Call& call) {
   } else if (call.root >= 0) {
     text += ", root " + std::to_string(call.root);
   }
+  if (hasParts)
+    text += ", parts for " + std::to_string(call.tensors) + " ranks" +
+            (call.isBeyond ? " without the caller" : "");
   return text + ")";
 }
 

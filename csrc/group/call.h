@@ -61,7 +61,7 @@ struct Call {
   // Further operations of the same call follow this one, if it ends well. Then no series closes
   // behind it (group/renewal.h).
   uint8_t goesOn : 1 = 0;
-  uint8_t isBeyond : 1 = 0;  // the caller is none of the `root` first ranks, see there
+  uint8_t isBeyond : 1 = 0;  // the caller is none of the first ranks, see `root` and `tensors`
   // -1: the verb has none. all_gather and reduce_scatter: the number of ranks, from 0 on, for which
   // the buffers have parts; -1: for all. The call fails if a rank beyond them takes part.
   int32_t root = -1;
@@ -73,6 +73,7 @@ struct Call {
   // differs between ranks that go on with different operations after a loss.
   uint64_t sinceLoss : 16 = 0;
   // Number of tensors, and a hash of their types and lengths; both 0 if the call has one tensor.
+  // Gather and scatter: the number of ranks, from 0 on, for which the root has parts; 0: for all.
   // Dispatch and combine: most tokens of a rank, and a hash of the other options that must be the
   // same on all ranks; `root` is the number of experts.
   uint32_t tensors = 0;

@@ -45,6 +45,10 @@ size_t chooseSlotBytes(const GroupEnv& env, int size) {
   return std::max(wanted, kLeastEagerBytes + kTableBytesPerRank * size_t(size));
 }
 
+int foundersOf(const GroupOptions& options) {
+  return options.founders > 0 ? options.founders : options.size;
+}
+
 }  // namespace
 
 // Data about the members, once they have met.
@@ -59,7 +63,7 @@ struct Group::Meeting {
 
 Result<std::unique_ptr<Group>> Group::create(std::shared_ptr<Engine> engine, Store& store,
                                              GroupOptions options, Deadline deadline) {
-  const int rank = options.rank, size = options.size;
+  const int rank = options.rank, size = foundersOf(options);
   const auto inStore = [&](const Result<Bytes>& mine) {
     return mine.ok() ? exchange(store, kPublished, rank, size, *mine, deadline) : mine.error();
   };
@@ -93,7 +97,7 @@ Status Group::beginJob(Deadline deadline) {
   const Status begun = barrier(*this, deadline);
   if (!lastView || (!begun.ok() && begun.code() != ErrorCode::kPeerLost)) return begun;
   RankTexts lost;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < foundersOf(options_); ++r) {
     if (!lastView->contains(r)) lost.add(r, whyGone(r));
   }
   if (lost.empty()) return begun;
@@ -103,7 +107,7 @@ Status Group::beginJob(Deadline deadline) {
     return nameRanks(ranks) + " (" + why + ")";
   };
   return {ErrorCode::kPeerLost, nameRank(rank()) + " cannot begin the job of " +
-                                    std::to_string(size()) + " ranks, which lost " +
+                                    std::to_string(foundersOf(options_)) + " ranks, which lost " +
                                     lost.join(", ", phrase) +
                                     " before it had begun: look at the log of the lost rank, then "
                                     "start all ranks again"};
@@ -223,14 +227,15 @@ Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) 
                          .take();
   auto all = exchange(mine);
   if (!all.ok()) return all.error();
-  if (all->size() != size_t(size())) {
+  const int founders = foundersOf(options_);
+  if (all->size() != size_t(founders)) {
     return Error{ErrorCode::kProtocol, "the exchange of addresses returned " +
                                            std::to_string(all->size()) + " entries for " +
-                                           std::to_string(size()) + " ranks"};
+                                           std::to_string(founders) + " ranks"};
   }
   Meeting meeting{.isWholeJob = true};
   std::vector<Bytes> endpoints;
-  for (int r = 0; r < size(); ++r) {
+  for (int r = 0; r < founders; ++r) {
     ByteReader in((*all)[size_t(r)]);
     if (const auto version = in.get<uint32_t>(); version != kMemberVersion) {
       return Error{ErrorCode::kMismatch, "rank " + std::to_string(r) + " speaks version " +
@@ -250,11 +255,16 @@ Result<Group::Meeting> Group::meet(const Exchange& exchange, Deadline deadline) 
   }
   auto peers = engine().connect(endpoints, deadline);
   if (!peers.ok()) return peers.error();
+  // Room for ranks that come later.
+  peers->resize(size_t(size()));
+  meeting.parts.resize(size_t(size()));
+  for (int r = founders; r < size(); ++r) meeting.jobRanks.push_back(r);
   auto env = MembershipEnv::read();
   if (!env.ok()) return env.error();
   auto membership =
       Membership::start(window_->sharedEngine(), {.rank = rank(),
                                                   .peers = *peers,
+                                                  .founders = founders,
                                                   .failureTimeout = engine().env().failureTimeout,
                                                   .waitsFile = std::move(env->waitsFile),
                                                   .identity = options_.identity});

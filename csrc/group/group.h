@@ -27,6 +27,8 @@ struct GroupOptions {
   std::string name;  // for messages
   int rank = 0;
   int size = 1;
+  // Number of ranks that programs see; 0: all. The ranks from there on are out, and have room to come.
+  int extent = 0;
   std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
   std::vector<int> jobRanks;     // the same in the job; empty: as globalRanks says
   GroupEnv env;                  // the same on all members
@@ -36,6 +38,8 @@ struct GroupOptions {
   // Bell of the group that this one follows. Null: this group begins a line.
   std::shared_ptr<LineBell> bell;
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors
+  // Of a group that begins a job: its first ranks, which begin it; 0: all.
+  int founders = 0;
   // Of a group that begins a job: what a process must have in common with it to take the place of a
   // lost rank. Null: no process can.
   std::optional<JobIdentity> identity;
@@ -86,6 +90,7 @@ class Group final : public FlushOwner {
 
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
+  int extent() const { return options_.extent > 0 ? options_.extent : options_.size; }
   const std::string& name() const { return options_.name; }
   const GroupEnv& env() const { return options_.env; }
   Engine& engine() const { return window_->engine(); }

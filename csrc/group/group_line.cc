@@ -192,6 +192,7 @@ void GroupLine::propose(const Successor& wanted) {
             std::ranges::find(wanted.newcomers, r, &Newcomer::rank) == wanted.newcomers.end())
           word.successor.absent.push_back(r);
       }
+      setExtent(*group, retired_, word.successor);
     }
   }
   const auto digest = members_.digestOf(word.successor);
@@ -267,13 +268,16 @@ void GroupLine::make(uint64_t digest, const StopSignal& stop) {
 Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, const Group& before,
                                                     const StopSignal& stop) {
   if (takesOut(successor)) {
-    auto alone = options_.makeAlone(options_.group);
+    GroupOptions options = options_.group;
+    options.extent = before.extent();
+    auto alone = options_.makeAlone(std::move(options));
     if (alone.ok()) (*alone)->fail(notActive(before));
     return alone;
   }
   const auto topics = topicsOf(successor.identity(options_.identity));
   if (!topics.ok()) return topics.error();
   GroupOptions options = events_->with(options_.group, successor.series);
+  options.extent = int(successor.extent);
   if (!isNewcomer()) options.bell = before.bell();  // a newcomer's is of another engine
   return Group::createOn(options_.job, std::move(options), *topics, members_.rosterOf(successor),
                          Deadline::after(kPrepares), &stop);
@@ -641,6 +645,7 @@ std::shared_ptr<Group> GroupLine::moveOn() {
     isRemoved_ = isOut;
     isJoining_ = isLeaving_ = false;
     lastMove_ = successor;
+    retired_ = successor.retired;
     for (const Newcomer& newcomer : successor.newcomers) ready_.erase(newcomer.rank);
     for (const int rank : successor.absent) ready_.erase(rank);
     if (isOut) ready_.clear();  // it will not hear who has been let in

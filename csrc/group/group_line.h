@@ -33,8 +33,8 @@ class GroupLine {
  public:
   struct Options {
     std::shared_ptr<Membership> job;
-    GroupOptions group;       // of each series; its `jobRanks` are set
-    std::string identity;     // the same on all members, and of no other line of the job
+    GroupOptions group;    // of each series; its `jobRanks` are set, `extent` is of the first one
+    std::string identity;  // the same on all members, and of no other line of the job
     bool isNewcomer = false;  // the first series has this rank alone, until join()
     // Called on the line's thread when a move is due: the owner calls moveOn() as soon as no
     // operation runs.
@@ -149,6 +149,7 @@ class GroupLine {
   uint32_t proposals_ GUARDED_BY(mutex_) = 0;
   std::optional<uint64_t> due_ GUARDED_BY(mutex_);        // newcomer: where it moves
   std::optional<Successor> lastMove_ GUARDED_BY(mutex_);  // told again to newcomers that missed it
+  std::vector<int> retired_ GUARDED_BY(mutex_);  // Successor::retired of the present series
   std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);
   bool isMoving_ GUARDED_BY(mutex_) = false;  // between two series
   bool isBusy_ GUARDED_BY(mutex_) = false;    // a task runs

@@ -8,7 +8,25 @@ namespace {
 // Wire form: u8 version  u8 kind  bool wishes  u32 series  u32 proposer  u32 number
 //            u32 term  u32 count, each: u32 absent rank
 //            u32 count, each: u32 rank  16 bytes id
+//            u32 extent  u32 count, each: u32 retired rank
 constexpr uint8_t kVersion = 3;
+
+void putRanks(ByteWriter& out, const std::vector<int>& ranks) {
+  out.put(uint32_t(ranks.size()));
+  for (const int rank : ranks) out.put(uint32_t(rank));
+}
+
+// Returns whether they are in order and below `size`.
+bool getRanks(ByteReader& in, int size, std::vector<int>& ranks) {
+  bool isInOrder = true;
+  const auto count = in.get<uint32_t>();
+  for (uint32_t i = 0; i < count && !in.failed(); ++i) {
+    const auto rank = in.get<uint32_t>();
+    isInOrder = isInOrder && rank < uint32_t(size) && (i == 0 || int(rank) > ranks.back());
+    ranks.push_back(int(rank));
+  }
+  return isInOrder;
+}
 
 }  // namespace
 
@@ -31,11 +49,12 @@ Bytes encodeLineMessage(const LineMessage& message) {
   out.put(kVersion).put(static_cast<uint8_t>(message.kind)).put(message.wishes);
   out.put(message.successor.series).put(uint32_t(message.successor.proposer));
   out.put(message.successor.number).put(message.successor.term);
-  out.put(uint32_t(message.successor.absent.size()));
-  for (const int rank : message.successor.absent) out.put(uint32_t(rank));
+  putRanks(out, message.successor.absent);
   out.put(uint32_t(message.successor.newcomers.size()));
   for (const Newcomer& newcomer : message.successor.newcomers)
     out.put(uint32_t(newcomer.rank)).putRaw(newcomer.id);
+  out.put(message.successor.extent);
+  putRanks(out, message.successor.retired);
   return out.take();
 }
 
@@ -48,17 +67,9 @@ Result<LineMessage> decodeLineMessage(ByteView bytes, int size) {
   const auto proposer = in.get<uint32_t>();
   message.successor.number = in.get<uint32_t>();
   message.successor.term = in.get<uint32_t>();
-  bool isInOrder = true;
-  int64_t before = -1;
-  const auto absent = in.get<uint32_t>();
-  for (uint32_t i = 0; i < absent && !in.failed(); ++i) {
-    const auto rank = in.get<uint32_t>();
-    isInOrder = isInOrder && rank < uint32_t(size) && int64_t(rank) > before;
-    before = rank;
-    message.successor.absent.push_back(int(rank));
-  }
+  bool isInOrder = getRanks(in, size, message.successor.absent);
   const auto count = in.get<uint32_t>();
-  before = -1;
+  int64_t before = -1;
   for (uint32_t i = 0; i < count && !in.failed(); ++i) {
     const auto rank = in.get<uint32_t>();
     const ByteView id = in.getRaw(sizeof(EngineId));
@@ -68,9 +79,12 @@ Result<LineMessage> decodeLineMessage(ByteView bytes, int size) {
     Newcomer& newcomer = message.successor.newcomers.emplace_back(Newcomer{.rank = int(rank)});
     std::copy(id.begin(), id.end(), newcomer.id.begin());
   }
+  message.successor.extent = in.get<uint32_t>();
+  isInOrder = getRanks(in, size, message.successor.retired) && isInOrder;
   MOONCAKE_TRY(in.finish("message of a group's line"));
   if (version != kVersion || kind < uint8_t(LineMessage::Kind::kReady) ||
-      kind > uint8_t(LineMessage::Kind::kMoved) || proposer >= uint32_t(size) || !isInOrder) {
+      kind > uint8_t(LineMessage::Kind::kMoved) || proposer >= uint32_t(size) ||
+      message.successor.extent > uint32_t(size) || !isInOrder) {
     return Error{ErrorCode::kProtocol, "a message of a group's line of version " +
                                            std::to_string(version) + " and kind " +
                                            std::to_string(kind) + " is not valid"};

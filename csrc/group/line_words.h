@@ -31,6 +31,8 @@ struct Successor {
   uint32_t term = 0;
   std::vector<int> absent;          // in order
   std::vector<Newcomer> newcomers;  // by rank
+  uint32_t extent = 0;              // number of ranks that programs see
+  std::vector<int> retired;         // in order: ranks that were taken out and are not back
 
   bool operator==(const Successor&) const = default;
   // A name for hashing: lines and successors that differ have different ones.

@@ -430,9 +430,10 @@ Status Operation::agreeRootLost(int root) {
 }
 
 Status Operation::agreeNoPart() {
-  return agree({ErrorCode::kInvalidArgument,
-                "the buffers have parts for the first " + std::to_string(call_.root) +
-                    " ranks only, and none of them is active: give " + std::to_string(size())});
+  return agree({ErrorCode::kInvalidArgument, "the buffers have parts for the first " +
+                                                 std::to_string(call_.root) +
+                                                 " ranks only, and none of them is active: give " +
+                                                 std::to_string(group_.extent())});
 }
 
 std::vector<int> Operation::others() const {

@@ -1,5 +1,7 @@
 #include "group/recover_facts.h"
 
+#include <algorithm>
+
 namespace mooncake {
 
 int proposerOf(const Group& group) {
@@ -13,6 +15,22 @@ std::vector<bool> activeOf(const Group& group) {
   std::vector<bool> active;
   for (int r = 0; r < group.size(); ++r) active.push_back(group.agent().isActive(r));
   return active;
+}
+
+void setExtent(const Group& group, std::vector<int> retired, Successor& successor) {
+  int extent = group.extent();
+  for (const int rank : successor.absent) {
+    if (group.agent().isActive(rank)) retired.push_back(rank);
+  }
+  for (const Newcomer& newcomer : successor.newcomers) {
+    std::erase(retired, newcomer.rank);
+    extent = std::max(extent, newcomer.rank + 1);
+  }
+  std::ranges::sort(retired);
+  while (std::ranges::binary_search(retired, extent - 1)) --extent;
+  std::erase_if(retired, [&](int rank) { return rank >= extent; });
+  successor.extent = uint32_t(extent);
+  successor.retired = std::move(retired);
 }
 
 bool waitsForCaller(const Group& group) {

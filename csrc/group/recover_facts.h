@@ -13,6 +13,9 @@ namespace mooncake {
 // The lowest member. Two ranks think so of themselves if one does not know of a loss yet.
 int proposerOf(const Group& group);
 std::vector<bool> activeOf(const Group& group);  // by rank
+// Into the successor: which ranks are retired, and the number of ranks that programs see. A loss
+// changes neither. `retired`: of the present series.
+void setExtent(const Group& group, std::vector<int> retired, Successor& successor);
 // True: members are in a call that this rank has not begun, and the line moves behind it. The thread
 // that would begin it may be the one that waits.
 bool waitsForCaller(const Group& group);

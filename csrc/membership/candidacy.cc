@@ -100,7 +100,7 @@ bool Candidacy::isThrough() const {
 }
 
 void Candidacy::take(const RosterPart& part, std::optional<Asked>& asked) const {
-  if (part.size != options_.size) return;
+  if (part.size <= options_.rank) return;
   if (!asked || asked->term.number != part.number || asked->view.epoch != part.viewEpoch) {
     asked.emplace();
     asked->term = {.number = part.number, .epoch = part.epoch};
@@ -147,7 +147,7 @@ Result<Candidacy::Asked> Candidacy::ask(Peer& member) {
 Result<std::shared_ptr<Roster>> Candidacy::connectAll(const Asked& asked) {
   auto roster = std::make_shared<Roster>();
   roster->term = asked.term;
-  roster->peers.resize(size_t(options_.size));
+  roster->peers.resize(size_t(asked.term.size()));
   const Deadline until = deadline_.earlier(Deadline::after(options_.failureTimeout));
   Status failed;
   asked.view.active.forEach([&](int rank) {

@@ -23,7 +23,8 @@ std::optional<JoinRefusal> JoinDesk::judge(const JoinRequest& request, const Now
     return refuse(Reason::kOptions,
                   "its options differ from those of the job: start it with the "
                   "same environment and arguments");
-  if (request.size != options_.size)
+  // It may know of fewer: the job grows.
+  if (request.size > options_.size)
     return refuse(Reason::kSize, "the job has " + std::to_string(options_.size) + " ranks, not " +
                                      std::to_string(request.size));
   if (request.rank >= options_.size)

@@ -48,7 +48,7 @@ struct JoinRefusal {
     kJob,          // another job
     kMode,         // another mode
     kOptions,      // other options
-    kSize,         // another number of ranks
+    kSize,         // the job has no room for as many ranks
     kRange,        // no rank of the job
     kOlder,        // this process was a rank or a candidate, and is out
     kHeld,         // a living process holds the rank, or the job has not agreed yet that it is out

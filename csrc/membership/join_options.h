@@ -27,7 +27,7 @@ struct JoinOptions {
   // Engine::endpoint() of members. They are asked in this order; one that answers is enough.
   std::vector<Bytes> members;
   int rank = 0;  // the rank to take over; its last holder must be out of the job
-  int size = 0;  // number of ranks of the job
+  int size = 0;  // number of ranks of which the newcomer knows; the job may have room for more
   std::chrono::milliseconds failureTimeout{3000};
   std::string waitsFile;  // see loss_waits.h
 };

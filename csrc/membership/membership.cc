@@ -42,7 +42,8 @@ std::shared_ptr<const Roster> firstRoster(const EngineId& self,
     if (peer) holder = Holder{peer->id};
   }
   roster->term.holders[size_t(options.rank)] = Holder{self};
-  if (roster->term.active().count() < roster->size()) roster->term.epoch = 2;
+  const int founders = options.founders > 0 ? options.founders : roster->size();
+  if (roster->term.active().count() < founders) roster->term.epoch = 2;
   return roster;
 }
 

@@ -34,6 +34,8 @@ class Membership {
     int rank = 0;  // global rank of this process
     // By global rank; null for this one, and for ranks that are out from the beginning.
     std::vector<std::shared_ptr<Peer>> peers;
+    // The first ranks, which are there unless they are out; 0: all. There is room for the other ones.
+    int founders = 0;
     std::chrono::milliseconds failureTimeout{3000};
     std::string waitsFile;  // see loss_waits.h
     // If set, a process that has the same identity may take over a rank that is out (join()). Set it

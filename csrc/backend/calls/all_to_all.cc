@@ -14,7 +14,7 @@ std::vector<ConstSpan> readable(const std::vector<Span>& spans) {
 HostRun alltoallOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors &inputs = call.input().list(), &outputs = call.output().list();
-  const size_t size = size_t(group.size());
+  const size_t size = size_t(group.extent());
   if (inputs.size() != size || outputs.size() != size) {
     refuse("all_to_all needs one input and one output for each of the " + std::to_string(size) +
            " ranks, not " + std::to_string(inputs.size()) + " and " +
@@ -60,8 +60,8 @@ HostRun alltoallBaseOnHost(const Collective& call, const Group& group) {
   checkOutput(output, call.output().what);
   throwIfError(checkTensor(input, call.input().what));
   checkSameType(output, input, name);
-  auto sends = elementsPerRank(input, call.inputSplits, group.size(), "input");
-  auto receives = elementsPerRank(output, call.outputSplits, group.size(), "output");
+  auto sends = elementsPerRank(input, call.inputSplits, group.extent(), "input");
+  auto receives = elementsPerRank(output, call.outputSplits, group.extent(), "output");
   const Flat in(input);
   return [in, out = outputBeside(output, std::span(&in, 1)), sends = std::move(sends),
           receives = std::move(receives), dtype = typeOf(input, name),

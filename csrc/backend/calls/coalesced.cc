@@ -63,7 +63,7 @@ HostRun allgatherOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors& inputs = call.input().list();
   const TensorLists& outputs = call.output().lists;
-  const int size = group.size();
+  const int size = group.extent();
   checkAny(inputs, name);
   if (outputs.size() != size_t(size)) {
     refuse(std::string(name) + " needs one list of outputs for each of the " +
@@ -105,7 +105,7 @@ HostRun allgatherOnHost(const Collective& call, const Group& group) {
 HostRun allgatherIntoTensorsOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors &inputs = call.input().list(), &outputs = call.output().list();
-  const int size = group.size();
+  const int size = group.extent();
   checkSameNumber(outputs, inputs, name);
   checkApart(outputs, call.output().what);
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -133,7 +133,7 @@ HostRun allgatherIntoTensorsOnHost(const Collective& call, const Group& group) {
 HostRun reduceScatterTensorsOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const Tensors &inputs = call.input().list(), &outputs = call.output().list();
-  const int size = group.size();
+  const int size = group.extent();
   checkSameNumber(outputs, inputs, name);
   checkApart(outputs, call.output().what);
   for (size_t i = 0; i < inputs.size(); ++i) {

@@ -17,7 +17,7 @@ HostRun broadcastOnHost(const Collective& call, const Group& group) {
   const at::Tensor& tensor = onlyTensor(call.input().list(), name);
   checkUsed(tensor, call.root != group.rank(), call.input().what);
   return [flat = Flat(tensor), dtype = typeOf(tensor, name),
-          from = rootOf(call.root, call.rootTensor, group.size(), name),
+          from = rootOf(call.root, call.rootTensor, group.extent(), name),
           timeout = call.timeout](Group& series, InputFeed* feed) {
     Status status = broadcast(series, flat.bytes(), dtype, from, Deadline::after(timeout), feed);
     if (status.ok() && from != series.rank()) flat.copyBack();
@@ -74,7 +74,7 @@ HostRun allgatherOnHost(const Collective& call, const Group& group) {
   const at::Tensor& input = onlyTensor(call.input().list(), name);
   throwIfError(checkTensor(input, call.input().what));
   const Tensors& outputs = onlyList(call.output().lists, name);
-  checkEachRank(outputs, input, group.rank(), group.size(), name, "output");
+  checkEachRank(outputs, input, group.rank(), group.extent(), name, "output");
   checkApart(outputs, call.output().what);
   std::vector<Flat> out = flatten(outputs);
   if (!areAlike(outputs)) return unevenAllgather(call, std::move(out));
@@ -127,7 +127,7 @@ constexpr CollectiveKind kAllgather{c10d::OpType::ALLGATHER, "all_gather", allga
 HostRun allgatherBaseOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor &input = call.input().tensor(), &output = call.output().tensor();
-  const int size = group.size();
+  const int size = group.extent();
   checkOutput(output, call.output().what);
   throwIfError(checkTensor(input, call.input().what));
   checkSameType(output, input, name);
@@ -189,11 +189,11 @@ HostRun gatherOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& input = onlyTensor(call.input().list(), name);
   throwIfError(checkTensor(input, call.input().what));
-  const int to = rootOf(call.root, 0, group.size(), name);
+  const int to = rootOf(call.root, 0, group.extent(), name);
   Tensors results;
   if (to == group.rank()) {
     results = onlyList(call.output().lists, name);
-    checkOnePerRank(results, input, group.size(), name, "output");
+    checkOnePerRank(results, input, group.extent(), name, "output");
     checkApart(results, call.output().what);
   } else {
     checkNone(call.output().lists, name);
@@ -201,9 +201,9 @@ HostRun gatherOnHost(const Collective& call, const Group& group) {
   std::vector<Flat> out = flatten(results);
   Flat in = inputsBeside(call.input().list(), placesOf(out), group.rank())[0];
   return [to, in = std::move(in), out = std::move(out), dtype = typeOf(input, name),
-          timeout = call.timeout](Group& series, InputFeed* feed) {
+          parts = size_t(group.extent()), timeout = call.timeout](Group& series, InputFeed* feed) {
     Status status =
-        gather(series, in.bytes(), spansOf(out), dtype, to, Deadline::after(timeout), feed);
+        gather(series, in.bytes(), spansOf(out), dtype, to, Deadline::after(timeout), feed, parts);
     copyBack(status, out);
     return status;
   };
@@ -233,21 +233,21 @@ HostRun scatterOnHost(const Collective& call, const Group& group) {
   const char* const name = call.kind->name;
   const at::Tensor& output = onlyTensor(call.output().list(), name);
   checkOutput(output, call.output().what);
-  const int from = rootOf(call.root, 0, group.size(), name);
+  const int from = rootOf(call.root, 0, group.extent(), name);
   std::vector<Flat> in;
   if (from == group.rank()) {
     const Tensors& inputs = onlyList(call.input().lists, name);
-    checkOnePerRank(inputs, output, group.size(), name, "input");
+    checkOnePerRank(inputs, output, group.extent(), name, "input");
     in = flatten(inputs);
   } else {
     checkNone(call.input().lists, name);
   }
   Flat out = outputBeside(output, in);
   return [from, out = std::move(out), in = std::move(in), dtype = typeOf(output, name),
-          timeout = call.timeout](Group& series, InputFeed* feed) {
-    const std::vector<Span> parts = spansOf(in);
-    Status status = scatter(series, std::vector<ConstSpan>(parts.begin(), parts.end()), out.bytes(),
-                            dtype, from, Deadline::after(timeout), feed);
+          parts = size_t(group.extent()), timeout = call.timeout](Group& series, InputFeed* feed) {
+    const std::vector<Span> inputs = spansOf(in);
+    Status status = scatter(series, std::vector<ConstSpan>(inputs.begin(), inputs.end()),
+                            out.bytes(), dtype, from, Deadline::after(timeout), feed, parts);
     if (status.ok()) out.copyBack();
     return status;
   };

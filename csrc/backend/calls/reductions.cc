@@ -64,7 +64,7 @@ HostRun reduceOnHost(const Collective& call, const Group& group) {
   checkUsed(tensor, call.root == group.rank(), call.input().what);
   return [reduction = reductionOf(tensor, *call.op, name),
           flat = premultiplied(tensor, *call.op, name),
-          to = rootOf(call.root, call.rootTensor, group.size(), name),
+          to = rootOf(call.root, call.rootTensor, group.extent(), name),
           timeout = call.timeout](Group& series, InputFeed* feed) {
     Status status = reduce(series, flat.bytes(), reduction, to, Deadline::after(timeout), feed);
     if (status.ok() && to == series.rank()) flat.copyBack();
@@ -141,7 +141,7 @@ HostRun reduceScatterOnHost(const Collective& call, const Group& group) {
   const at::Tensor& output = onlyTensor(call.output().list(), name);
   checkOutput(output, call.output().what);
   const Tensors& inputs = onlyList(call.input().lists, name);
-  checkEachRank(inputs, output, group.rank(), group.size(), name, "input");
+  checkEachRank(inputs, output, group.rank(), group.extent(), name, "input");
   const Reduction reduction = reductionOf(output, *call.op, name);
   std::vector<Flat> in = premultipliedAll(inputs, *call.op, name);
   if (!areAlike(inputs)) return unevenReduceScatter(call, reduction, std::move(in));
@@ -202,9 +202,9 @@ HostRun reduceScatterBaseOnHost(const Collective& call, const Group& group) {
   checkOutput(output, call.output().what);
   throwIfError(checkTensor(input, call.input().what));
   checkSameType(output, input, name);
-  partsIn(input, output, group.size(),
+  partsIn(input, output, group.extent(),
           "reduce_scatter_tensor: the input " + sizesOf(input) + " must hold " +
-              std::to_string(group.size()) + " times the output " + sizesOf(output));
+              std::to_string(group.extent()) + " times the output " + sizesOf(output));
   const Reduction reduction = reductionOf(input, *call.op, name);
   const Flat in = premultiplied(input, *call.op, name);
   return [reduction, in, out = outputBeside(output, std::span(&in, 1)), timeout = call.timeout](

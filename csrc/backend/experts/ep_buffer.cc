@@ -31,9 +31,10 @@ ep::RowFormat formatOf(const EpBuffer::DispatchArguments& given) {
 
 }  // namespace
 
-std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Deadline deadline) {
-  return ours.group().makeGroup("ep", ep::slotBytesFor(ours.getSize()), ep::kPushBytes, raises,
-                                deadline);
+std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, int size, bool raises,
+                                   Deadline deadline) {
+  return ours.group().makeGroup("ep", ep::slotBytesFor(size), ep::kPushBytes, raises, deadline, {},
+                                size);
 }
 
 template <typename Kernels>

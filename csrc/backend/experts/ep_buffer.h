@@ -39,7 +39,8 @@ struct EpHandle {
 };
 
 // Makes the group of a buffer over a group of ours. Collective over the group. Throws.
-std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, bool raises, Deadline deadline);
+std::unique_ptr<Group> makeEpGroup(const MooncakeBackend& ours, int size, bool raises,
+                                   Deadline deadline);
 // The kernels of a buffer of `bytes` over that group. Collective. Throws.
 std::shared_ptr<EpKernels> makeEpKernels(const MooncakeBackend& ours, size_t bytes,
                                          EpKernels::Settings settings);

@@ -83,7 +83,7 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
     MOONCAKE_TRY(in.finish("what rank " + std::to_string(r) + " published"));
     values.emplace_back(value.begin(), value.end());
   }
-  if (rank == 0 && size > 1) MOONCAKE_TRY(store.set(confirmation, nonces));
+  if (rank == 0) MOONCAKE_TRY(store.set(confirmation, nonces));
   if (rank != 0 && found->back() != nonces) {
     return Error{ErrorCode::kInterrupted,
                  "what the store holds under this name comes from an earlier attempt"};
@@ -91,18 +91,16 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
   return values;
 }
 
-Result<std::vector<Bytes>> published(Store& store, const std::string& what, int size,
-                                     Deadline deadline) {
+// The confirmation tells how many members there are.
+Result<std::vector<Bytes>> published(Store& store, const std::string& what, Deadline deadline) {
+  const auto hasEnded = store.present(confirmationKey(what));
+  if (!hasEnded.ok()) return hasEnded.error();
+  if (!*hasEnded) return Error{ErrorCode::kRefused, "the job in the store has not begun yet"};
+  const auto confirmation = store.get({confirmationKey(what)}, deadline);
+  if (!confirmation.ok()) return confirmation.error();
+  const auto size = int(confirmation->front().size() / sizeof(Nonce));
   std::vector<std::string> keys;
   for (int r = 0; r < size; ++r) keys.push_back(memberKey(what, r));
-  if (size > 1) keys.push_back(confirmationKey(what));
-  for (const std::string& key : keys) {
-    const auto isThere = store.present(key);
-    if (!isThere.ok()) return isThere.error();
-    if (!*isThere)
-      return Error{ErrorCode::kRefused,
-                   "the job of " + std::to_string(size) + " ranks in the store has not begun yet"};
-  }
   auto found = store.get(keys, deadline);
   if (!found.ok()) return found.error();
   std::vector<Bytes> values;

@@ -15,10 +15,9 @@ Result<std::vector<Bytes>> exchange(Store& store, const std::string& what, int r
                                     ByteView mine, Deadline deadline);
 
 // The values that the members of an exchange have published, in rank order, for a process that comes
-// later. kRefused: the exchange has not ended. Values of later processes follow them, the last one
-// first.
-Result<std::vector<Bytes>> published(Store& store, const std::string& what, int size,
-                                     Deadline deadline);
+// later. kRefused: the exchange has not ended. Values of later processes stand before them, the last
+// one first.
+Result<std::vector<Bytes>> published(Store& store, const std::string& what, Deadline deadline);
 // Adds the value of a later process.
 Status publishLater(Store& store, const std::string& what, ByteView value);
 

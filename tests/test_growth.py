@@ -1,0 +1,256 @@
+"""Groups that grow: processes with new ranks come to a running job."""
+
+from __future__ import annotations
+
+import os
+
+import harness
+import pytest
+import torch
+import torch.distributed as dist
+
+from mooncake import pg
+from mooncake_backend import admit
+
+APPLIED = pg.ProposalStatus.Applied
+
+
+def total(rank: int) -> int:
+    tensor = torch.tensor(2**rank)
+    dist.all_reduce(tensor)
+    return int(tensor)
+
+
+def begin(me: harness.Rank, first: int, room: int) -> bool:
+    """Makes the default group, with the first ranks. Returns whether this rank comes later."""
+    is_late = me.rank >= first or "MOONCAKE_REJOIN" in os.environ
+    os.environ.pop("MOONCAKE_REJOIN", None)
+    if is_late:
+        me.board.wait("begun")
+    dist.init_process_group(
+        "mooncake-cpu",
+        store=dist.FileStore(str(me.folder / "store"), first),
+        rank=me.rank,
+        world_size=me.size if is_late else first,
+        pg_options=pg.MooncakeBackendOptions(room, is_late),
+    )
+    if me.rank == 0:
+        me.board.set("begun")
+    return is_late
+
+
+def every_call(size: int, rank: int) -> None:
+    """All calls with lists, on as many ranks as there are."""
+    assert dist.get_world_size() == size
+    own = torch.full((3,), float(rank + 1))
+    parts = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(parts, own)
+    expected = (torch.arange(size) + 1.0).repeat_interleave(3)
+    assert torch.equal(torch.cat(parts), expected)
+    whole = torch.zeros(3 * size)
+    dist.all_gather_into_tensor(whole, own)
+    assert torch.equal(whole, expected)
+
+    factor = sum(range(1, size + 1))
+    given = torch.arange(3.0 * size) * (rank + 1)
+    mine = torch.zeros(3)
+    wanted = torch.arange(3.0 * size)[3 * rank :][:3] * factor
+    dist.reduce_scatter_tensor(mine, given)
+    assert torch.equal(mine, wanted)
+    dist.reduce_scatter(mine.zero_(), list(given.chunk(size)))
+    assert torch.equal(mine, wanted)
+
+    got = torch.zeros(3 * size)
+    dist.all_to_all_single(got, own.repeat(size))
+    assert torch.equal(got, expected)
+    splits = [r + 1 for r in range(size)]  # to rank r go r + 1 elements
+    got = torch.zeros(size * (rank + 1))
+    dist.all_to_all_single(got, torch.full((sum(splits),), float(rank)), [rank + 1] * size, splits)
+    assert torch.equal(got, torch.arange(size).float().repeat_interleave(rank + 1))
+    parts = [torch.zeros(3) for _ in range(size)]
+    dist.all_to_all(parts, [own + r for r in range(size)])
+    assert torch.equal(torch.cat(parts), expected + rank)
+
+    for root in (0, size - 1):
+        for elements in (3, 40_000):
+            own = torch.full((elements,), float(rank))
+            parts = [torch.zeros(elements) for _ in range(size)] if rank == root else None
+            dist.gather(own, parts, root)
+            assert parts is None or all((parts[r] == r).all() for r in range(size))
+            lists = [own + 10 * r for r in range(size)] if rank == root else None
+            mine = torch.zeros(elements)
+            dist.scatter(mine, lists, root)
+            assert (mine == root + 10 * rank).all()
+        one = torch.tensor(float(rank))
+        dist.broadcast(one, root)
+        assert one.item() == root
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    left, right = (rank - 1) % size, (rank + 1) % size
+    if size > 1:
+        got = torch.zeros(2)
+        works = [dist.irecv(got, left), dist.isend(torch.full((2,), float(rank)), right)]
+        for work in works:
+            work.wait()
+        assert (got == left).all()
+    dist.barrier()
+
+
+def grows(me: harness.Rank, first: int, room: int):
+    """From `first` ranks to all of the crew, one after the other."""
+    is_late = begin(me, first, room)
+    world = dist.group.WORLD
+    if is_late:
+        assert dist.get_world_size() == me.size
+        assert total(me.rank) == 2**me.rank
+        me.board.wait(f"size-{me.rank}")
+        pg.join_group(world)
+    size = me.rank + 1 if is_late else first
+    while True:
+        assert pg.get_active_ranks(world)[:size].tolist() == [1] * size
+        every_call(size, me.rank)
+        if size == me.size:
+            break
+        me.board.set(f"size-{size}")
+        harness.until(lambda: pg.get_peer_state(world, [size]) == [True], "a new rank")  # noqa: B023
+        assert pg.recover_ranks(world, [size]).status is APPLIED
+        size += 1
+    return pg.get_active_ranks(world).tolist()
+
+
+@pytest.mark.parametrize(("first", "size", "room"), [(2, 4, 4), (1, 3, 6), (3, 4, 8)])
+def test_ranks_come_one_after_the_other(first, size, room):
+    with harness.Crew(size, backend=None) as crew:
+        expected = [1] * size + [0] * (room - size)
+        assert crew.call(grows, first, room) == [expected] * size
+
+
+def at_once(me: harness.Rank, room: int):
+    is_late = begin(me, 2, room)
+    world = dist.group.WORLD
+    if is_late:
+        pg.join_group(world)
+    else:
+        every_call(2, me.rank)
+        new = list(range(2, me.size))
+        me.board.set(f"began-{me.rank}")
+        harness.until(lambda: all(pg.get_peer_state(world, new)), "new ranks")
+        if me.rank == 0:
+            assert pg.recover_ranks(world, new).status is APPLIED
+        harness.until(lambda: dist.get_world_size() == me.size, "that the group has grown")
+        pg.get_active_ranks(world)
+    every_call(me.size, me.rank)
+    for ranks in (None, [1, me.size - 1], list(range(2, me.size))):
+        group = dist.new_group(ranks)
+        if ranks is None or me.rank in ranks:
+            one = torch.ones(1)
+            dist.all_reduce(one, group=group)
+            assert one.item() == dist.get_world_size(group) == len(ranks or range(me.size))
+    # If the last rank is taken out by plan, the group shrinks. If it is lost, it does not.
+    if me.rank == me.size - 1:
+        assert pg.deactivate_ranks(world, [me.rank]).status is APPLIED
+        return
+    harness.until(lambda: dist.get_world_size() == me.size - 1, "that the group has shrunk")
+    every_call(me.size - 1, me.rank)
+    if me.rank == me.size - 2:
+        me.board.set("next")
+        me.board.wait("never")
+    me.board.wait("killed")
+    assert total(me.rank) == 2 ** (me.size - 2) - 1
+    assert dist.get_world_size() == me.size - 1
+
+
+@pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
+def test_three_ranks_come_at_once_and_one_leaves(transports):
+    with harness.Crew(5, backend=None, env={"MOONCAKE_TRANSPORTS": transports}) as crew:
+        crew.start(at_once, 6)
+        crew.board.wait("next")
+        crew.kill(3)
+        crew.board.set("killed")
+        crew.results(dead=[3])
+        crew.broken = True
+
+
+def admits(me: harness.Rank):
+    is_late = begin(me, 3, 5)
+    world = dist.group.WORLD
+    step = torch.zeros(1)
+    if is_late:
+        pg.join_group(world)
+    sizes: list[int] = []
+    while True:
+        dist.all_reduce(step, op=dist.ReduceOp.MAX)
+        step += 1
+        tensor = torch.tensor(2**me.rank)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        assert int(tensor) == sum(2**rank for rank in work.contributors)
+        assert set(range(3)) <= set(work.contributors)
+        sizes.append(dist.get_world_size())
+        ends = torch.tensor(int(sizes.count(me.size) > 2))
+        dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+        if ends:
+            return sizes[-1]
+        admit(world)
+
+
+def test_a_loop_that_admits_grows():
+    with harness.Crew(5, backend=None) as crew:
+        assert crew.call(admits) == [5] * 5
+
+
+def refusals(me: harness.Rank):
+    is_late = me.rank >= 2
+    if is_late:
+        me.board.wait_all("began", [0, 1])
+        kind, text = harness.raised(begin, me, 2, 8)
+        assert "the job has 3 ranks, not 4" in text, (kind, text)
+        me.board.set(f"refused-{me.rank}")
+        return
+    begin(me, 2, 3)
+    world = dist.group.WORLD
+    assert total(me.rank) == 3
+    me.board.set(f"began-{me.rank}")
+    me.board.wait_all("refused", [2, 3])
+    if me.rank == 0:
+        kind, text = harness.raised(pg.recover_ranks, world, [3])
+        assert (kind, "which has room for 3" in text) == ("ValueError", True), (kind, text)
+        assert harness.raised(pg.get_peer_state, world, [3])[0] == "RuntimeError"
+        assert harness.raised(pg.extend_group_size_to, world, 4)[0] == "ValueError"
+        pg.extend_group_size_to(world, 3)
+    every_call(2, me.rank)
+
+
+def test_there_is_no_room():
+    with harness.Crew(4, backend=None) as crew:
+        crew.call(refusals)
+
+
+def calls_of_other_sizes(me: harness.Rank):
+    """A call for the ranks of before, where there are more by now, is an error on all."""
+    is_late = begin(me, 2, 3)
+    world = dist.group.WORLD
+    if is_late:
+        pg.join_group(world)
+    else:
+        harness.until(lambda: pg.get_peer_state(world, [2]) == [True], "a new rank")
+        pg.recover_ranks(world, [2])
+    size = 3
+    for parts in (2, 3):
+        own = torch.ones(1)
+        for call in (
+            lambda: dist.all_gather(list(torch.zeros(parts, 1)), own),  # noqa: B023
+            lambda: dist.reduce_scatter(torch.zeros(1), list(torch.zeros(parts, 1))),  # noqa: B023
+        ):
+            if parts == size:
+                call()
+                continue
+            kind, text = harness.raised(call)
+            assert "parts for 2 ranks" in text or "has 2" in text, (kind, text)
+    assert total(me.rank) == 7
+
+
+def test_a_call_with_parts_for_fewer_ranks():
+    with harness.Crew(3, backend=None) as crew:
+        crew.call(calls_of_other_sizes)
