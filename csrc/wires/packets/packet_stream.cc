@@ -82,7 +82,7 @@ std::vector<uint64_t> PacketStream::fence(Clock::time_point now) {
   dropBulk();
   // The list proves all that has to be proven to the peer. So no buffer, and no operation of a
   // card, waits for it.
-  sent_.drop(now);
+  sent_.drop();
   puts_.clear();
   return landed;
 }
@@ -90,7 +90,7 @@ std::vector<uint64_t> PacketStream::fence(Clock::time_point now) {
 void PacketStream::shutOut(Clock::time_point now) {
   isOut_ = true;
   dropBulk();
-  sent_.drop(now);
+  sent_.drop();
   puts_.clear();
 }
 
@@ -323,6 +323,7 @@ std::optional<ByteView> PacketStream::nextFlushed(Bytes& room) {
 
 void PacketStream::tick(Clock::time_point now) {
   moveSentOut(now);
+  sent_.holdBackOvertaken(now);
   for (const auto& probe : paths_.probes(now))
     plain_.push_back({Kind::kProbe, probe.number, probe.path});
   if (owed_.count > 0 && now >= owed_.due) owed_.isWanted = true;
@@ -359,7 +360,7 @@ void PacketStream::leaveOut(size_t path, Clock::time_point now, const std::strin
   if (isAnew ? paths_.startAnew(path, now) : paths_.leaveOut(path, now))
     log(LogLevel::kInfo, options_.name, "card ", options_.pathNames[path],
         " is left out for a peer: ", why);
-  sent_.holdBack(path, now);
+  sent_.holdBack(path);
 }
 
 // ---- received packets

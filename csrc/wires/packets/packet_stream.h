@@ -24,7 +24,7 @@ namespace mooncake {
 
 // Puts, gets and writes as packets, between this end of a channel and the peer's. Each packet has a
 // serial and is kept until the peer acknowledges it. If a path fails, its packets leave again over
-// another one. Received packets count once, in any order.
+// another one. A packet that is lost alone leaves again, too. Received packets count once, in any order.
 //
 // Packets and the time come in from outside, and packets go out to a function of the caller. There
 // is no card, thread or lock here: the channel guards a stream with its own lock.
@@ -166,7 +166,8 @@ class PacketStream {
     for (uint64_t from = 0; const auto out = nextRepeated(from, now);) leave(*out);
     while (const auto out = nextNew(now)) leave(*out);
   }
-  // Makes acknowledgements and probes due, and frees buffers of a peer that acknowledges nothing.
+  // Makes acknowledgements, probes and lost packets due, and frees buffers of a peer that
+  // acknowledges nothing.
   void tick(Clock::time_point now);
   // Makes a probe of a path due that may be up.
   void probe(size_t path);

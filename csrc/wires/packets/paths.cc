@@ -28,10 +28,15 @@ void Paths::began(size_t index, Clock::time_point now) {
   if (path.underWay++ == 0) path.progress = now;
 }
 
-void Paths::ended(size_t index, Clock::time_point now, bool cameThrough) {
+void Paths::acknowledged(size_t index, Clock::time_point leftAt, Clock::time_point now) {
+  dropped(index);
   Path& path = paths_[index];
-  if (path.underWay > 0) --path.underWay;
-  if (cameThrough) path.progress = now;
+  path.progress = now;
+  path.newest = std::max(path.newest, leftAt);
+}
+
+void Paths::dropped(size_t index) {
+  if (paths_[index].underWay > 0) --paths_[index].underWay;
 }
 
 bool Paths::leaveOut(size_t index, Clock::time_point now) {

@@ -14,6 +14,9 @@ namespace mooncake {
 //
 // A path is left out if a packet on it fails, or if it has packets in flight and none arrives for
 // the stall limit. Only probes are sent over it then, and it is up again when one is answered.
+//
+// A path may also lose single packets while others arrive. A packet is overtaken if the peer has
+// acknowledged another one that left on the same path a quarter of the stall limit later.
 class Paths {
  public:
   static constexpr Clock::duration kLeastPause = std::chrono::milliseconds(2);  // between probes
@@ -33,9 +36,16 @@ class Paths {
   // Returns since when no path has been up, if none is.
   std::optional<Clock::time_point> allOutSince() const { return allOutSince_; }
 
-  // Count the packets in flight on a path. `cameThrough`: the peer has got one.
+  // Count the packets in flight on a path. A packet ends when the peer has acknowledged it, or
+  // when it does not count here any more.
   void began(size_t path, Clock::time_point now);
-  void ended(size_t path, Clock::time_point now, bool cameThrough);
+  void acknowledged(size_t path, Clock::time_point leftAt, Clock::time_point now);
+  void dropped(size_t path);
+  // Returns how long at least an overtaken packet has been in flight.
+  Clock::duration overtakenAfter() const { return stallLimit_ / 4; }
+  bool isOvertaken(size_t path, Clock::time_point leftAt) const {
+    return leftAt + overtakenAfter() < paths_[path].newest;
+  }
 
   // Returns whether the path was up.
   bool leaveOut(size_t path, Clock::time_point now);
@@ -63,6 +73,7 @@ class Paths {
     bool isUp = true;
     uint64_t underWay = 0;
     Clock::time_point progress;
+    Clock::time_point newest;  // when the newest acknowledged packet left
     Clock::time_point nextProbe;
     Clock::duration pause = kLeastPause;
     uint64_t firstProbe = 0;  // answers to earlier probes say nothing

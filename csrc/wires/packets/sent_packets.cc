@@ -8,6 +8,7 @@ namespace mooncake {
 void SentPackets::add(uint64_t serial, Sent sent, Clock::time_point now) {
   paths_.began(sent.path, now);
   if (sent_.empty()) progress_ = now;
+  sent.leftAt = now;
   sent_.emplace(serial, std::move(sent));
 }
 
@@ -19,13 +20,24 @@ void SentPackets::acknowledge(uint64_t below, const std::vector<uint64_t>& above
   }
 }
 
-void SentPackets::holdBack(size_t path, Clock::time_point now) {
+void SentPackets::holdBack(size_t path) {
   for (auto& [serial, sent] : sent_) {
-    if (sent.path != path || sent.waits) continue;
-    sent.waits = true;
-    ++waiting_;
-    paths_.ended(path, now, false);
+    if (sent.path == path) hold(sent);
   }
+}
+
+// Mostly the first packet left last of all, so the loop is rare.
+void SentPackets::holdBackOvertaken(Clock::time_point now) {
+  if (sent_.empty() || now - sent_.begin()->second.leftAt < paths_.overtakenAfter()) return;
+  for (auto& [serial, sent] : sent_) {
+    if (paths_.isOvertaken(sent.path, sent.leftAt)) hold(sent);
+  }
+}
+
+void SentPackets::hold(Sent& sent) {
+  if (std::exchange(sent.waits, true)) return;
+  ++waiting_;
+  paths_.dropped(sent.path);
 }
 
 std::optional<uint64_t> SentPackets::firstWaiting(uint64_t from) const {
@@ -40,12 +52,16 @@ const SentPackets::Sent& SentPackets::moveTo(size_t path, uint64_t serial, Clock
   sent.waits = false;
   --waiting_;
   sent.path = path;
+  sent.leftAt = now;
   paths_.began(path, now);
   return sent;
 }
 
-void SentPackets::drop(Clock::time_point now) {
-  while (!sent_.empty()) erase(sent_.begin(), now);
+void SentPackets::drop() {
+  for (const auto& [serial, sent] : sent_) {
+    if (!sent.waits) paths_.dropped(sent.path);
+  }
+  clear();
 }
 
 void SentPackets::clear() {
@@ -57,7 +73,7 @@ void SentPackets::erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_poi
   if (sent->second.waits) {
     --waiting_;
   } else {
-    paths_.ended(sent->second.path, now, true);
+    paths_.acknowledged(sent->second.path, sent->second.leftAt, now);
   }
   progress_ = now;
   sent_.erase(sent);

@@ -15,8 +15,8 @@
 namespace mooncake {
 
 // The packets for one peer that have left and are not acknowledged yet, by serial. If their path is
-// left out, they wait for another one and leave again. Decides only: the time comes in from
-// outside.
+// left out, they wait for another one and leave again. A lost packet does so by itself. Decides
+// only: the time comes in from outside.
 class SentPackets {
  public:
   struct Sent {
@@ -25,7 +25,8 @@ class SentPackets {
     Packet::Kind kind = Packet::Kind::kPut;
     Packet::Status status = Packet::Status::kOk;
     uint64_t number = 0;
-    bool waits = false;  // for another path
+    bool waits = false;        // for another path
+    Clock::time_point leftAt;  // on this path
   };
 
   // `paths` counts the packets in flight on each path.
@@ -39,7 +40,10 @@ class SentPackets {
 
   void add(uint64_t serial, Sent sent, Clock::time_point now);
   void acknowledge(uint64_t below, const std::vector<uint64_t>& above, Clock::time_point now);
-  void holdBack(size_t path, Clock::time_point now);
+  void holdBack(size_t path);
+  // Holds back the packets that others have overtaken: they are lost. The peer drops a packet that
+  // comes twice.
+  void holdBackOvertaken(Clock::time_point now);
   // Returns the first packet that waits, from this serial on.
   std::optional<uint64_t> firstWaiting(uint64_t from) const;
   const Sent& at(uint64_t serial) const { return sent_.at(serial); }
@@ -49,11 +53,12 @@ class SentPackets {
   Clock::time_point progress() const { return progress_; }
 
   // Drops all packets: they will not be acknowledged.
-  void drop(Clock::time_point now);
+  void drop();
   // The same, without a word to the paths, which begin anew.
   void clear();
 
  private:
+  void hold(Sent& sent);
   void erase(std::map<uint64_t, Sent>::iterator sent, Clock::time_point now);
 
   Paths& paths_;

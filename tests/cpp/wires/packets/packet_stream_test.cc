@@ -412,6 +412,27 @@ TEST_F(PacketStreamTest, PacketsOfAPathThatFailsLeaveOverTheOthers) {
   EXPECT_EQ(counts[1], 1u);
 }
 
+TEST_F(PacketStreamTest, APacketThatIsLostAloneLeavesAgainThoughItsPathIsBusy) {
+  End busy(*pool, 1), peer(*pool, 1);
+  Network path(busy, peer, 2, {});
+  const auto put = [&](size_t word) {
+    busy.stream.put({.region = peer.part.remote(),
+                     .offset = kRangesAt,
+                     .data = {},
+                     .signal = {kWordsAt + 8 * word, 1}});
+  };
+  put(0);
+  busy.stream.send(path.now(), [](size_t, const auto&) { return true; });  // it is lost
+  const auto landed = [&] { return peer.part.word(kWordsAt).load() == 1; };
+  for (int i = 0; i < 1000 && !landed(); ++i) {
+    put(1);
+    path.pump(busy);
+    for (int step = 0; step < 20; ++step) path.step();
+    ASSERT_TRUE(busy.stream.paths().isUp(0));
+  }
+  EXPECT_TRUE(landed());
+}
+
 TEST_F(PacketStreamTest, AFencedPeerFreesEverything) {
   requestAll();
   a.stream.fence(network.now());

@@ -36,8 +36,8 @@ TEST_F(PathsTest, TheOneWithTheFewestUnderWayIsChosen) {
   EXPECT_EQ(paths.choose(2), 2u);
   paths.leaveOut(1, at(1));
   EXPECT_EQ(paths.choose(0), 2u);
-  paths.ended(0, at(2), true);
-  paths.ended(0, at(2), true);
+  paths.acknowledged(0, at(0), at(2));
+  paths.acknowledged(0, at(0), at(2));
   EXPECT_EQ(paths.choose(2), 0u);
 }
 
@@ -46,18 +46,33 @@ TEST_F(PathsTest, StallsWhereNothingComesToItsEnd) {
   paths.began(0, at(90));  // a later operation does not postpone the stall
   paths.began(1, at(0));
   paths.began(1, at(0));
-  paths.ended(1, at(50), true);
+  paths.acknowledged(1, at(0), at(50));
   paths.began(2, at(0));
-  paths.ended(2, at(10), true);
+  paths.acknowledged(2, at(0), at(10));
   EXPECT_TRUE(paths.stalled(at(100)).empty());
   EXPECT_EQ(paths.stalled(at(101)), std::vector<size_t>{0});
   EXPECT_EQ(paths.stalled(at(151)), (std::vector<size_t>{0, 1}));
   paths.leaveOut(0, at(151));
   EXPECT_EQ(paths.stalled(at(151)), std::vector<size_t>{1});
   // An operation that moved to another path is no evidence about this one.
-  paths.ended(1, at(152), false);
+  paths.dropped(1);
   paths.began(1, at(160));
   EXPECT_EQ(paths.stalled(at(260)), std::vector<size_t>{});
+}
+
+TEST_F(PathsTest, APacketIsOvertakenByOneThatLeftAQuarterOfTheStallLimitLater) {
+  EXPECT_FALSE(paths.isOvertaken(0, at(0)));
+  for (const int leftAt : {0, 25, 26}) paths.began(0, at(leftAt));
+  paths.acknowledged(0, at(25), at(200));
+  EXPECT_FALSE(paths.isOvertaken(0, at(0))) << "it may be slower";
+  paths.acknowledged(0, at(26), at(200));
+  EXPECT_TRUE(paths.isOvertaken(0, at(0)));
+  EXPECT_FALSE(paths.isOvertaken(0, at(1)));
+  EXPECT_FALSE(paths.isOvertaken(1, at(0))) << "of another path";
+  paths.acknowledged(0, at(10), at(201));
+  EXPECT_TRUE(paths.isOvertaken(0, at(0))) << "an older one says nothing";
+  paths.reset(3);
+  EXPECT_FALSE(paths.isOvertaken(0, at(0))) << "on a new connection";
 }
 
 TEST_F(PathsTest, ComesBackByAnAnswerToAProbeThatWasSentSince) {
