@@ -38,6 +38,9 @@ class Channel : public Transfers, public LifeSigns, public Fences {
   // or the reason if the channel had ended before. Idempotent. Says goodbye where the wire can, so
   // that the peer does not take it for a death.
   virtual void close() = 0;
+  // Closes without a goodbye: the peer counts as lost. If it lives, it hears of a break. After a
+  // goodbye it would take this process for one that has left in peace.
+  virtual void abandon() { close(); }
 };
 
 }  // namespace mooncake

@@ -26,12 +26,17 @@ void Reconnector::reconnect(const EngineId& peer, Connection connection, const E
              .deadline = Deadline::after(options_.failureTimeout),
              .pause = kLeastPause};
   now.heard = now.connection.channel->lifeSigns();
-  // A connection that carried nothing since its last break continues that break: same deadline,
-  // longer pause. Otherwise a useless connection could be made again forever.
-  if (const auto last = lastBroken_.extract(peer); last && last.mapped().heard == now.heard) {
-    now.how = last.mapped().how;
-    now.deadline = last.mapped().deadline;
-    now.pause = doubled(last.mapped().pause, kMostPause);
+  // A connection that is not made again yet, or that carried nothing since its last break, continues
+  // that break: same deadline, longer pause. Otherwise a useless connection could be made again
+  // forever.
+  auto last = forget(peer);
+  if (auto node = lastBroken_.extract(peer); !last && node && node.mapped().heard == now.heard)
+    last = std::move(node.mapped());
+  if (last) {
+    now.how = last->how;
+    now.deadline = last->deadline;
+    now.pause = doubled(last->pause, kMostPause);
+    now.answered = last->answered;
   }
   const uint64_t number = now.number;
   now.timer = loop_.runAt(Deadline::at(now.deadline.when() + kMostPause), [this, peer, number] {
@@ -114,7 +119,7 @@ void Reconnector::giveUp(const EngineId& peer, uint64_t number, Evidence::Kind k
   const auto last = forget(peer);
   const std::string detail = last->how.detail + (why.empty() ? "" : ", ") + why;
   // If the peer connects to us later, it is too late.
-  if (kind != Evidence::Kind::kUnreachable || !why.empty()) last->connection.channel->close();
+  if (kind != Evidence::Kind::kUnreachable || !why.empty()) last->connection.channel->abandon();
   // Silence is dated now, as it is on an unbroken connection. Any other loss is dated at the break.
   const bool isSilent = kind == Evidence::Kind::kSilent;
   options_.onLost(peer, {kind, detail, isSilent ? Clock::now() : last->how.when});

@@ -417,7 +417,8 @@ void FabricChannel::fence() {
   tell(begun->told.encode());
 }
 
-void FabricChannel::close() {
+// `isLeaving`: in peace, so that puts that may not have arrived go ahead of a goodbye.
+void FabricChannel::end(bool isLeaving) {
   std::shared_ptr<Channel> below;
   CardMover::Taken taken;
   bool isFirst = false, hasLeft = false;
@@ -430,7 +431,7 @@ void FabricChannel::close() {
       retirements_.forgetCalls();
       taken = mover_.take(nullptr);
       finishAll(ErrorCode::kAborted);
-      if (below && !life_.isOut) flushPuts();
+      if (below && !life_.isOut && isLeaving) flushPuts();
       stream_.close();
       cards_.release();
       endWait({ErrorCode::kAborted, "the channel is closed"});
@@ -451,7 +452,7 @@ void FabricChannel::close() {
     }
   }
   if (below && isFirst) retireWrites(taken);
-  if (below) below->close();
+  if (below) isLeaving ? below->close() : below->abandon();
 }
 
 // Asks the peer, ahead of our goodbye, to let none of these writes land late.

@@ -84,7 +84,8 @@ class FabricChannel final : public Channel,
   void beginFence() override;
   void fence() override;
   void flush() override;
-  void close() override;
+  void close() override { end(/*isLeaving=*/true); }
+  void abandon() override { end(/*isLeaving=*/false); }
 
   // Sets the channel below. Packets may arrive before, nothing leaves.
   void attach(std::shared_ptr<Channel> below);
@@ -158,6 +159,7 @@ class FabricChannel final : public Channel,
   // Called without the lock.
   void retireWrites(const CardMover::Taken& taken) EXCLUDES(mutex_);
   void stop(const CardMover::Taken& taken) NOT_CHECKED;  // CardMover::release() needs no lock
+  void end(bool isLeaving);
   void onMessage(ByteView message) override;
   void onMessageBegin(ByteView part) override;
   void onMessageEnd(ByteView part) override;

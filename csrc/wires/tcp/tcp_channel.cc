@@ -244,13 +244,14 @@ void TcpChannel::fence() {
   }
 }
 
-void TcpChannel::close() {
+// For good. Says goodbye if the reason is kAborted.
+void TcpChannel::end(const Error& why) {
   {
     Lock lock(mutex_);
     ended_ = closed_ = true;
   }
   for (const Lane& lane : lanes_) {
-    if (auto* made = lane.made.load(std::memory_order_acquire)) made->close();
+    if (auto* made = lane.made.load(std::memory_order_acquire)) made->close(why);
   }
 }
 

@@ -58,7 +58,8 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   size_t restConnections() override;
   size_t connections() const override;
   void fence() override;
-  void close() override;
+  void close() override { end({ErrorCode::kAborted, "the connection was closed"}); }
+  void abandon() override { end({ErrorCode::kPeerLost, "the peer counts as lost"}); }
 
   // All on the loop's thread.
   //
@@ -100,6 +101,7 @@ class TcpChannel final : public Channel, public std::enable_shared_from_this<Tcp
   Status transferAll(std::span<const Request> requests);
   void startLane(size_t lane, Fd socket) REQUIRES(mutex_);
   StreamConnection::Events eventsOf(size_t lane);
+  void end(const Error& why) EXCLUDES(mutex_);
   void wantLanes();
   void waitLonger();
   void laneEnded(size_t lane, uint64_t life, const Status& how) EXCLUDES(mutex_);

@@ -14,6 +14,7 @@
 #include "ranks_in_threads.h"
 #include "socket_breaker.h"
 #include "wire_end.h"
+#include "wires/sim/sim_transport.h"
 #include "wires/tcp/tcp_transport.h"
 
 namespace mooncake::test {
@@ -188,13 +189,15 @@ TEST_F(TcpRenewal, UnderPutsAndGetsOfManyThreads) {
 // ---- engines do it by themselves
 
 struct Pair {
-  Pair() {
+  explicit Pair(const char* transport = "tcp", std::chrono::milliseconds failureTimeout = 20s) {
     std::vector<Bytes> endpoints;
-    for (auto& engine : engines) {
+    for (int i = 0; i < 2; ++i) {
+      defaultSimOptions().made = cards[i];
+      auto& engine = engines[i];
       EngineOptions options{.logName = "engine", .arenaBytes = size_t(1) << 30};
-      options.env.transports = {"tcp"};
+      options.env.transports = {transport};
       options.env.hostIp = "127.0.0.1";
-      options.env.failureTimeout = 20s;
+      options.env.failureTimeout = failureTimeout;
       options.jobKey = Bytes(32, std::byte{7});
       auto made = Engine::create(std::move(options));
       EXPECT_TRUE(made.ok());
@@ -215,7 +218,9 @@ struct Pair {
   }
   ~Pair() {
     for (auto& engine : engines) engine->observe(nullptr);
+    defaultSimOptions() = {};
   }
+  std::shared_ptr<SimCards> cards[2] = {std::make_shared<SimCards>(), std::make_shared<SimCards>()};
   std::shared_ptr<Engine> engines[2];
   std::shared_ptr<Peer> peers[2];
   std::atomic<int> evidence{0};
@@ -266,6 +271,23 @@ TEST(EngineReconnects, BeforeItLeaves) {
     pair.engines[who]->leave();
     ASSERT_TRUE(eventually([&] { return pair.peers[1 - who]->disconnected.load(); }));
     EXPECT_TRUE(pair.peers[1 - who]->evidence.isGoodbye()) << pair.peers[1 - who]->evidence.detail;
+  }
+}
+
+// Otherwise a peer that is alive counts it as a rank that has left, and may go on without it.
+TEST(EngineReconnects, ItSaysNoGoodbyeToAPeerThatItGivesUp) {
+  for (const int who : {0, 1}) {
+    defaultSimOptions() = {.cards = 1,
+                           .odds = {.failed = 0, .late = 0, .lost = 0, .storm = 0, .death = 0},
+                           .breakOdds = 0,
+                           .channel = {.stallLimit = 20ms, .pathLimit = 50ms}};
+    Pair pair("sim", 300ms);
+    pair.cards[who]->kill(0);  // TCP goes on
+    ASSERT_TRUE(pair.peers[who]->channel->put({{0, 64, 1}, 0, {}, {64, 1}}).ok());
+    for (const auto& peer : pair.peers) {
+      ASSERT_TRUE(eventually([&] { return peer->disconnected.load(); }));
+      EXPECT_FALSE(peer->evidence.isGoodbye()) << peer->evidence.detail;
+    }
   }
 }
 
