@@ -29,6 +29,7 @@
 #include "forked_ranks.h"
 #include "group/group_line.h"
 #include "message_traffic.h"
+#include "wires/sim/sim_transport.h"
 
 namespace mooncake::test {
 namespace {
@@ -268,8 +269,9 @@ class Process {
     if (life_ > 0) arm();
     const Status status = life_ == 0 ? begin() : join();
     if (status.ok()) {
-      if (life_ == 0) arm();  // a job that has not begun has no newcomers
       log_.isIn = true;
+      if (life_ == 0) awaitBeginning();
+      if (life_ == 0) arm();
       work();
     } else {
       broken("could not begin: " + status.error().message, status.code());
@@ -306,6 +308,15 @@ class Process {
     }
   }
 
+  // A job that has not begun on all ranks ends with the loss of one, and has no newcomers.
+  void awaitBeginning() const {
+    const Deadline deadline = Deadline::after(kPatience);
+    const auto isIn = [&](int r) { return memory_.lives[r][0].isIn.load(); };
+    for (int r = 0; r < case_.size && !deadline.passed(); r += isIn(r)) {
+      if (!isIn(r)) std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+
   void arm() const {
     for (const Fault& fault : case_.faults) {
       if (fault.rank == rank_ && fault.life == life_)
@@ -313,7 +324,10 @@ class Process {
     }
   }
 
+  // Messages never pause. With the usual odds all connections together would break ten times a
+  // second, and with each break a dispatch begins anew.
   Result<std::shared_ptr<Engine>> makeEngine(std::vector<std::string> wires) const {
+    if (case_.ahead > 0 && case_.expertsEvery > 0) defaultSimOptions().breakOdds = 5000;
     return Engine::create(
         engineOptions(std::move(wires), case_.seed,
                       "rank " + std::to_string(rank_) + "." + std::to_string(life_)));
