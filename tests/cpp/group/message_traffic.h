@@ -135,6 +135,7 @@ class MessageTraffic {
     bool hasAnyLast[kAnyTags] = {};
     uint64_t life = 0;  // 1 + the peer's life, once a message has come
     bool isLost = false;
+    bool gaveUp = false;  // one of its messages
     int looksSinceLost = 0;
     bool isHeld = false, untilMove = false;  // no receive is posted
     Clock::time_point heldUntil = {};
@@ -300,7 +301,15 @@ class MessageTraffic {
   // Returns whether the message has come, or has been taken.
   bool ended(Pair* pair, const Message& message) {
     if (message.status().ok()) return true;
-    switch (message.status().code()) {
+    ErrorCode code = message.status().code();
+    // The sender is out, and its loss follows.
+    if (code == ErrorCode::kRefused && pair) {
+      pair->gaveUp = true;
+      code = ErrorCode::kPeerLost;
+    }
+    // A receive that ended with the loss leaves its message to the next one, of another size.
+    if (code == ErrorCode::kInvalidArgument && pair && pair->isLost) code = ErrorCode::kPeerLost;
+    switch (code) {
       case ErrorCode::kPeerLost:
         if (pair) pair->isLost = true;
         ++log_.lost;
@@ -348,7 +357,7 @@ class MessageTraffic {
     bool& hasLast = isAny ? pair.hasAnyLast[tag - kDirectTags] : pair.in[tag].hasLast;
     if (hasLast) return wrong(name + " comes after the last one");
     hasLast = head.isLast;
-    if (pair.isWhole()) log_.whole |= 1u << from;
+    if (pair.isWhole() && !pair.gaveUp) log_.whole |= 1u << from;
   }
   void wrong(const std::string& text) {
     isOver_ = true;
