@@ -106,7 +106,7 @@ class MessageTraffic {
   // Tags: of messages between two ranks, small ones and ones of all sizes; of messages that any
   // rank's receive takes, small and large ones.
   static constexpr uint32_t kDirectTags = 2, kAnyTags = 2, kTags = kDirectTags + kAnyTags;
-  static constexpr auto kPatience = std::chrono::seconds(20);
+  static constexpr auto kPatience = std::chrono::seconds(120);  // longer than a case
 
   struct Head {
     uint64_t seed, meeting, series, from, life, to, tag, number, isLast;
