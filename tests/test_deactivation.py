@@ -370,6 +370,52 @@ def test_experts_of_a_rank_that_is_drained(kind):
         crew.call(experts, kind)
 
 
+def sizes(me: harness.Rank):
+    """get_world_size() goes down past ranks that were taken out before, and up again."""
+    begin(me)
+    world = dist.group.WORLD
+
+    def agree(size: int, ranks: list[int]) -> None:
+        harness.until(lambda: dist.get_world_size() == size, f"a size of {size}")
+        assert pg.get_active_ranks(world).tolist() == [int(r in ranks) for r in range(SIZE)]
+        parts = list(torch.zeros(size, 1))
+        dist.all_gather(parts, torch.full((1,), 1.0 + me.rank))
+        assert parts == [1.0 + r if r in ranks else 0.0 for r in range(size)]
+
+    def takes_out(rank: int) -> None:
+        if me.rank == rank:
+            assert pg.deactivate_ranks(world, [rank]).status is APPLIED
+        harness.until(lambda: pg.get_active_ranks(world)[rank] == 0, f"that {rank} is out")
+
+    def lets_in(rank: int) -> None:
+        if me.rank == rank:
+            return pg.join_group(world)
+        harness.until(lambda: pg.get_peer_state(world, [rank]) == [True], f"rank {rank}")
+        assert pg.recover_ranks(world, [rank]).status is APPLIED
+
+    agree(4, [0, 1, 2, 3])
+    takes_out(2)
+    if me.rank != 2:
+        agree(4, [0, 1, 3])
+        takes_out(3)
+    if me.rank < 2:
+        agree(2, [0, 1])
+        me.board.set(f"two-{me.rank}")
+    me.board.wait_all("two", [0, 1])
+    if me.rank != 3:
+        lets_in(2)
+        agree(3, [0, 1, 2])
+        me.board.set(f"three-{me.rank}")
+    me.board.wait_all("three", [0, 1, 2])
+    lets_in(3)
+    agree(4, [0, 1, 2, 3])
+
+
+def test_the_size_follows_the_last_ranks():
+    with harness.Crew(SIZE, backend=None) as crew:
+        crew.call(sizes)
+
+
 def mistakes(me: harness.Rank):
     begin(me)
     world = dist.group.WORLD

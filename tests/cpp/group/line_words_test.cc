@@ -19,10 +19,17 @@ LineMessage prepare(std::vector<Newcomer> newcomers) {
           .successor = {.series = 7, .newcomers = std::move(newcomers)}};
 }
 
+// Rank 3 is taken out of 5, and then seen no more.
+LineMessage removal() {
+  LineMessage message{.kind = LineMessage::Kind::kAsk};
+  message.successor = {.series = 9, .absent = {1, 3}, .extent = 3, .retired = {1}};
+  return message;
+}
+
 TEST(LineWords, ComeBackAsTheyWere) {
   for (const LineMessage& message :
        {LineMessage{.kind = LineMessage::Kind::kReady}, prepare({{.rank = 2, .id = idOf(2)}}),
-        prepare({{.rank = 0, .id = idOf(9)}, {.rank = 3, .id = idOf(4)}})}) {
+        prepare({{.rank = 0, .id = idOf(9)}, {.rank = 3, .id = idOf(4)}}), removal()}) {
     const auto read = decodeLineMessage(encodeLineMessage(message), 4);
     ASSERT_TRUE(read.ok()) << read.error().message;
     EXPECT_EQ(*read, message);
@@ -33,12 +40,24 @@ TEST(LineWords, AreRefusedOutsideOfTheGroup) {
   const Bytes outside = encodeLineMessage(prepare({{.rank = 4, .id = idOf(1)}}));
   EXPECT_EQ(decodeLineMessage(outside, 4).status().code(), ErrorCode::kProtocol);
   EXPECT_TRUE(decodeLineMessage(outside, 5).ok());
+  LineMessage message = removal();
+  message.successor.retired = {1, 4};
+  EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
+  message = removal();
+  message.successor.extent = 5;
+  EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
 }
 
 TEST(LineWords, AreRefusedOutOfOrderOrTwice) {
   const Newcomer one{.rank = 1, .id = idOf(1)}, two{.rank = 2, .id = idOf(2)};
   EXPECT_FALSE(decodeLineMessage(encodeLineMessage(prepare({two, one})), 4).ok());
   EXPECT_FALSE(decodeLineMessage(encodeLineMessage(prepare({one, one})), 4).ok());
+  LineMessage message = removal();
+  message.successor.absent = {3, 1};
+  EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
+  message = removal();
+  message.successor.retired = {1, 1};
+  EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
 }
 
 TEST(LineWords, AreRefusedCutOffOrTooLong) {
