@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mooncake import pg
-from mooncake_backend import admit
+from mooncake_backend import admit, join_token
 
 APPLIED = pg.ProposalStatus.Applied
 
@@ -198,6 +198,39 @@ def admits(me: harness.Rank):
 def test_a_loop_that_admits_grows():
     with harness.Crew(5, backend=None) as crew:
         assert crew.call(admits) == [5] * 5
+
+
+def by_token(me: harness.Rank):
+    """The new ranks know no store, the last one no founding rank either."""
+    options = pg.MooncakeBackendOptions(4)
+    if me.rank < 2:
+        dist.init_process_group(
+            "mooncake-cpu",
+            store=dist.FileStore(str(me.folder / "store"), 2),
+            rank=me.rank,
+            world_size=2,
+            pg_options=options,
+        )
+    else:
+        url = f"mooncake://{me.board.wait(f'token-{me.rank}')}"
+        dist.init_process_group(
+            "mooncake-cpu", init_method=url, rank=me.rank, world_size=me.rank + 1,
+            pg_options=options,
+        )  # fmt: skip
+        pg.join_group(dist.group.WORLD)
+    world = dist.group.WORLD
+    for size in range(max(2, me.rank + 1), me.size):
+        every_call(size, me.rank)
+        if me.rank == size - 1:
+            me.board.set(f"token-{size}", join_token(world))
+        harness.until(lambda: pg.get_peer_state(world, [size]) == [True], "a new rank")  # noqa: B023
+        assert pg.recover_ranks(world, [size]).status is APPLIED
+    every_call(me.size, me.rank)
+
+
+def test_new_ranks_come_by_a_token():
+    with harness.Crew(4, backend=None, env={"MOONCAKE_JOB_KEY": "a key of sixteen bytes"}) as crew:
+        crew.call(by_token)
 
 
 def refusals(me: harness.Rank):
