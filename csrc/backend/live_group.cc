@@ -32,6 +32,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
                      const LiveGroup* world)
     : rank_(rank),
       size_(size),
+      room_(size),
       options_(std::move(options)),
       isWithinWorld_(world != nullptr),
       activeRanks_(std::move(activeRanks)),
@@ -111,7 +112,7 @@ GroupOptions LiveGroup::groupOptions() const {
 
 void LiveGroup::startLine(std::unique_ptr<Group> first) {
   GroupOptions series = groupOptions();
-  series.size = first->size();  // a newcomer's job may have more room than it asked for
+  room_ = series.size = first->size();  // a newcomer's job may have more room than it asked for
   for (int r = 0; r < series.size; ++r) series.jobRanks.push_back(jobRank(r));
   lineName_ = job_->nameLine(options_.groupName, series.jobRanks);
   line_ = std::make_unique<GroupLine>(

@@ -43,9 +43,9 @@ class LiveGroup {
   int rank() const { return rank_; }
   // Number of ranks that the program sees: it follows growth, and the planned removal of the last
   // ranks.
-  int size() const { return line_ ? group()->extent() : size_; }
+  int size() const { return line_ ? line_->extent() : size_; }
   // Number of ranks for which the group has room.
-  int room() const { return line_ ? group()->size() : size_; }
+  int room() const { return room_; }
   const BackendOptions& options() const { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
   // Returns the group's timeout for kUnsetTimeout.
@@ -98,6 +98,7 @@ class LiveGroup {
   void moveTo(Group& to, const std::vector<bool>& stays);
 
   const int rank_, size_;
+  int room_;
   BackendOptions options_;
   const bool isWithinWorld_;
   const uint32_t forkGeneration_ = forkGeneration();

@@ -31,6 +31,7 @@ GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents>
       events_(std::move(events)),
       members_(options_.job, options_.identity, options_.group.rank, options_.group.jobRanks),
       current_(std::move(first)),
+      extent_(current_->extent()),
       series_(options_.isNewcomer ? 0 : 1),
       isIn_(!options_.isNewcomer),
       successors_(members_, options_.group.rank) {}
@@ -639,6 +640,7 @@ std::shared_ptr<Group> GroupLine::moveOn() {
   {
     Lock lock(mutex_);
     current_ = to;
+    extent_ = to->extent();
     isMoving_ = false;
     series_ = successor.series;
     isIn_ = !isOut;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -60,6 +61,8 @@ class GroupLine {
 
   // The series in which calls run now; never null. Any thread.
   std::shared_ptr<Group> current() const EXCLUDES(mutex_);
+  // Group::extent() of that series. One load.
+  int extent() const { return extent_.load(std::memory_order_acquire); }
   // How many series this rank has been in.
   uint32_t series() const EXCLUDES(mutex_);
   // Whether this rank is not in the group: the members have not let it in yet, or have taken it out.
@@ -138,6 +141,7 @@ class GroupLine {
   mutable Mutex mutex_;
   Condition changed_;
   std::shared_ptr<Group> current_ GUARDED_BY(mutex_);
+  std::atomic<int> extent_;
   uint32_t series_ GUARDED_BY(mutex_) = 1;
   bool isIn_ GUARDED_BY(mutex_);               // not a newcomer any more
   bool isRemoved_ GUARDED_BY(mutex_) = false;  // taken out by the members
