@@ -265,6 +265,35 @@ def test_ranks_take_each_other_out_at_once():
         assert found == [alike, None, None, alike]
 
 
+def both_while_others_are_in_a_call(me: harness.Rank):
+    """One of the two may be asked to make that call first."""
+    begin(me)
+    world = dist.group.WORLD
+    assert total(me.rank) == FULL
+    if me.rank in (0, 3):
+        first = total(me.rank)
+        for rank in (1, 2):
+            harness.until(lambda: not states(world)[rank], f"that {rank} is out")  # noqa: B023
+        return first, total(me.rank)
+    state = mooncake_backend.dump_state
+    harness.until(lambda: "ranks 0, 3 began all_reduce" in state(world), "their call")
+    answer = pg.deactivate_ranks(world, [me.rank])
+    if answer.status is not APPLIED:
+        assert "another change" in answer.reject_reason, answer
+        total(me.rank)
+        assert pg.deactivate_ranks(world, [me.rank]).status is APPLIED
+    return answer.status is APPLIED
+
+
+def test_two_ranks_leave_while_the_others_are_in_a_call():
+    for _ in range(4):
+        with harness.Crew(SIZE, backend=None) as crew:
+            found = crew.call(both_while_others_are_in_a_call)
+        first = 1 + 8 + sum(2**rank for rank in (1, 2) if not found[rank])
+        assert found[0] == found[3] == (first, 9), found
+        assert found[1] or found[2]
+
+
 # ---- killed and stopped
 
 
@@ -389,9 +418,10 @@ def sizes(me: harness.Rank):
 
     def lets_in(rank: int) -> None:
         if me.rank == rank:
-            return pg.join_group(world)
-        harness.until(lambda: pg.get_peer_state(world, [rank]) == [True], f"rank {rank}")
-        assert pg.recover_ranks(world, [rank]).status is APPLIED
+            pg.join_group(world)
+        else:
+            harness.until(lambda: pg.get_peer_state(world, [rank]) == [True], f"rank {rank}")
+            assert pg.recover_ranks(world, [rank]).status is APPLIED
 
     agree(4, [0, 1, 2, 3])
     takes_out(2)

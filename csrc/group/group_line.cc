@@ -500,7 +500,8 @@ Status GroupLine::remove(std::vector<int> ranks, Deadline deadline) {
     std::erase_if(ranks, [&](int r) { return !group->agent().isActive(r); });
     if (ranks.empty()) return {};
     if (waitsForCaller(*group)) {
-      if (!isOwn) return goesWithout(*group, ranks);
+      const Status goes = goesWithout(*group, ranks);
+      if (!isOwn || !goes.ok()) return goes;
       {
         Lock lock(mutex_);
         isLeaving_ = true;
