@@ -126,7 +126,9 @@ class NamedGroup final : public c10d::ProcessGroup {
   }
 
   const std::string name_;
-  const c10::intrusive_ptr<MooncakeBackend> ours_;  // null: another backend
+  // Null: another backend. c10d's part of this object owns it; a reference from here, even a weak one,
+  // would keep it until Python has ended.
+  const MooncakeBackend* const ours_;
 };
 
 }  // namespace mooncake

@@ -351,7 +351,11 @@ Status Group::start(Meeting meeting) {
                           .raises = options_.raises,
                           .founds = meeting.isWholeJob,
                           .globalRanks = options_.globalRanks});
-  onView(*agent_->view());
+  GroupView first = *agent_->view();
+  const std::vector<int> inJob = jobRanksOf(options_);
+  std::erase_if(first.active,
+                [&](int r) { return !roster_->term.holders[size_t(inJob[size_t(r)])]; });
+  onView(first);
   engine().watch(&bell()->interrupt(), &window_->bell());
   agent_->start();
   listed_ = std::make_unique<ListedGroup>(*this);
