@@ -1,5 +1,5 @@
 """New processes in the places of lost ranks or behind the last one, and ranks that are taken out:
-what the members of a group call, and the process that comes. Each function takes a process group,
+calls of the members of a group, and of the process that comes. Each function takes a process group,
 or the backend that `group._get_backend(device)` returns. docs/replacing.md and docs/changing.md
 tell how they fit together."""
 

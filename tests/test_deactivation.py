@@ -61,7 +61,7 @@ def calls():
 
 
 def leaves_and_exits(me: harness.Rank):
-    """Returns, on those that stay, sums and active ranks before and after, and the last ones with
+    """Returns, on ranks that stay, sums and active ranks before and after, and the last ones with
     the process that replaces the leaver."""
     active = begin(me)
     world = dist.group.WORLD
@@ -179,7 +179,7 @@ def test_a_rank_comes_back_again_and_again(on_failure, transports):
 
 
 def while_others_are_in_a_call(me: harness.Rank):
-    """The leaver calls none of what the others are in."""
+    """The leaver does not call the all_reduce in which the other ranks are."""
     begin(me)
     world = dist.group.WORLD
     assert total(me.rank) == FULL

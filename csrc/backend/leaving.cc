@@ -48,7 +48,7 @@ bool Leaving::leaveGroup(Farewell::How how) {
   const std::shared_ptr<Group> group = group_.group();
   const Deadline budget = Deadline::after(group_.options().env.failureTimeout);
   const bool usable = group->usable().ok();
-  // The others may need the series that went on without this rank.
+  // Other members may need the series that went on without this rank.
   if (group_.line().isRemoved()) (void)group_.line().settle(budget);
   // A signal handler has interrupted a wait of this thread, which goes on when the handler returns:
   // the handler waits for no operation.

@@ -7,8 +7,8 @@
 
 namespace mooncake {
 
-// Lets new processes take the places of lost ranks in a group, and takes ranks out: what members and
-// newcomers call. All throw.
+// Lets new processes take the places of lost ranks in a group, and takes ranks out: the calls of
+// members and newcomers. All throw.
 class Replacing {
  public:
   Replacing(LiveGroup& group, DeviceHalf& devices) : group_(group), devices_(devices) {}

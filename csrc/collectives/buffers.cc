@@ -26,7 +26,11 @@ Call callForParts(Call call, const Group& group, size_t parts) {
   return call;
 }
 
-Call callForSome(Call call, const Group& group, size_t parts) {
+Call callWithRoot(Verb verb, const Buffer& part, int root, const Group& group, size_t parts) {
+  Call call{.verb = verb,
+            .dtype = part.dtype,
+            .root = root,
+            .count = part.data.size() / dtypeSize(part.dtype)};
   if (parts == 0 || parts == size_t(group.size())) return call;
   call.tensors = uint32_t(parts);
   call.isBeyond = size_t(group.rank()) >= parts;

@@ -22,8 +22,8 @@ inline Buffer readOnly(ConstSpan data, DType dtype) {
 
 // Says in the call that its buffers have parts for the first `parts` ranks only, if not for all.
 Call callForParts(Call call, const Group& group, size_t parts);
-// The same of a call with a root. 0: it has parts for all.
-Call callForSome(Call call, const Group& group, size_t parts);
+// The call of a gather or a scatter of parts of this length. `parts`: as in gather().
+Call callWithRoot(Verb verb, const Buffer& part, int root, const Group& group, size_t parts);
 
 // Offset in a payload of the buffer that follows one of this length. Aligned for every type.
 constexpr size_t aligned(size_t bytes) { return (bytes + 15) & ~size_t(15); }

@@ -92,11 +92,7 @@ Status gatherPiece(Group& group, const Call& call, ConstSpan input, std::span<co
 
 Status gather(Group& group, ConstSpan input, std::span<const Span> outputs, DType dtype, int root,
               Deadline deadline, InputFeed* feed, size_t parts) {
-  const Call call = callForSome({.verb = Verb::kGather,
-                                 .dtype = dtype,
-                                 .root = root,
-                                 .count = input.size() / dtypeSize(dtype)},
-                                group, parts);
+  const Call call = callWithRoot(Verb::kGather, readOnly(input, dtype), root, group, parts);
   if (!feed) return gatherPiece(group, call, input, outputs, deadline);
   return runFed(group, call, *feed, input.size(), fedPieceBytes(input.size()), OnLoss::kRunAgain,
                 [&](const Call& each, size_t begin, size_t bytes) {

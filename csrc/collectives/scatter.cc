@@ -94,11 +94,7 @@ Status scatterPiece(Group& group, const Call& call, std::span<const ConstSpan> i
 
 Status scatter(Group& group, std::span<const ConstSpan> inputs, Span output, DType dtype, int root,
                Deadline deadline, InputFeed* feed, size_t parts) {
-  const Call call = callForSome({.verb = Verb::kScatter,
-                                 .dtype = dtype,
-                                 .root = root,
-                                 .count = output.size() / dtypeSize(dtype)},
-                                group, parts);
+  const Call call = callWithRoot(Verb::kScatter, {output, dtype}, root, group, parts);
   if (parts == 0) parts = size_t(group.size());
   if (!feed) return scatterPiece(group, call, inputs, output, parts, deadline);
   const size_t most = fedPieceBytes(output.size(), parts);

@@ -34,6 +34,7 @@ GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents>
       extent_(current_->extent()),
       series_(options_.isNewcomer ? 0 : 1),
       isIn_(!options_.isNewcomer),
+      ready_(members_),
       successors_(members_, options_.group.rank) {}
 
 Status GroupLine::start() {
@@ -91,8 +92,7 @@ bool GroupLine::isRemoved() const {
 
 bool GroupLine::isReady(int rank) const {
   Lock lock(mutex_);
-  const auto newcomer = ready_.find(rank);
-  return newcomer != ready_.end() && members_.isLiving({rank, newcomer->second});
+  return ready_.isReady(rank);
 }
 
 // On the loop's thread.
@@ -101,36 +101,29 @@ void GroupLine::onMessage(const EngineId& from, ByteView bytes) {
   auto message = decodeLineMessage(bytes, options_.group.size);
   if (!rank || !message.ok()) return;
   const Successor& successor = message->successor;
+  const auto digest = members_.digestOf(successor);
+  if (!digest.ok()) return;
   const bool isLast = lastMoveHas({*rank, from});
   switch (message->kind) {
     case LineMessage::Kind::kReady: {
       // It has missed our word.
       if (isLast) return tellLastMove(*rank);
       Lock lock(mutex_);
-      if (isIn_) ready_[*rank] = from;
+      if (isIn_) ready_.note({*rank, from});
       changed_.notify_all();
       return;
     }
     case LineMessage::Kind::kAsk:
       return propose(successor);
-    case LineMessage::Kind::kPrepare: {
+    case LineMessage::Kind::kPrepare:
       if (isLast && isBehind(successor)) return tellLastMove(*rank);
-      const auto digest = members_.digestOf(successor);
-      if (!digest.ok()) return;
       prepare(successor, *digest);
       if (message->wishes) wishFor(*digest);
       return;
-    }
-    case LineMessage::Kind::kGaveUp: {
-      const auto digest = members_.digestOf(successor);
-      if (digest.ok()) noteGivenUp(*digest);
-      return;
-    }
-    case LineMessage::Kind::kMoved: {
-      const auto digest = members_.digestOf(successor);
-      if (digest.ok()) noteMoved(*digest, *rank);
-      return;
-    }
+    case LineMessage::Kind::kGaveUp:
+      return noteGivenUp(*digest);
+    case LineMessage::Kind::kMoved:
+      return noteMoved(*digest, *rank);
   }
 }
 
@@ -167,12 +160,7 @@ void GroupLine::propose(const Successor& wanted) {
   const auto group = current();
   if (isNewcomer() || proposerOf(*group) != options_.group.rank) return;
   const std::vector<bool> active = activeOf(*group);
-  for (const Newcomer& newcomer : wanted.newcomers) {
-    if (!members_.isLiving(newcomer)) return;
-    if (active[size_t(newcomer.rank)]) return;  // it is in: the member that asks is behind
-  }
-  const auto isActive = [&](int rank) { return bool(active[size_t(rank)]); };
-  if (wanted.newcomers.empty() && std::ranges::none_of(wanted.absent, isActive)) return;
+  if (!members_.areLiving(wanted.newcomers) || !isChange(active, wanted)) return;
   LineMessage word{.kind = LineMessage::Kind::kPrepare};
   {
     Lock lock(mutex_);
@@ -187,12 +175,7 @@ void GroupLine::propose(const Successor& wanted) {
                         .number = ++proposals_,
                         .term = options_.job->roster()->term.number,
                         .newcomers = wanted.newcomers};
-      for (int r = 0; r < options_.group.size; ++r) {
-        const bool isOut = !isActive(r) || std::ranges::binary_search(wanted.absent, r);
-        if (isOut &&
-            std::ranges::find(wanted.newcomers, r, &Newcomer::rank) == wanted.newcomers.end())
-          word.successor.absent.push_back(r);
-      }
+      setAbsent(active, wanted.absent, word.successor);
       setExtent(*group, retired_, word.successor);
     }
   }
@@ -211,9 +194,8 @@ void GroupLine::propose(const Successor& wanted) {
 
 // Begins to make a successor, unless that is under way.
 void GroupLine::prepare(const Successor& successor, uint64_t digest) {
-  for (const Newcomer& newcomer : successor.newcomers) {
-    if (!members_.isLiving(newcomer)) return;  // the word comes again, if it is about to be
-  }
+  // The word comes again, if one is about to be.
+  if (!members_.areLiving(successor.newcomers)) return;
   const std::vector<bool> active = activeOf(*current());
   Lock lock(mutex_);
   if (isStopped_ || isMoving_ || !isNext(successor) || !successors_.mayAdd(digest)) return;
@@ -269,16 +251,14 @@ void GroupLine::make(uint64_t digest, const StopSignal& stop) {
 Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, const Group& before,
                                                     const StopSignal& stop) {
   if (takesOut(successor)) {
-    GroupOptions options = options_.group;
-    options.extent = before.extent();
-    auto alone = options_.makeAlone(std::move(options));
+    auto alone = options_.makeAlone(withExtent(options_.group, before.extent()));
     if (alone.ok()) (*alone)->fail(notActive(before));
     return alone;
   }
   const auto topics = topicsOf(successor.identity(options_.identity));
   if (!topics.ok()) return topics.error();
-  GroupOptions options = events_->with(options_.group, successor.series);
-  options.extent = int(successor.extent);
+  GroupOptions options =
+      events_->with(withExtent(options_.group, int(successor.extent)), successor.series);
   if (!isNewcomer()) options.bell = before.bell();  // a newcomer's is of another engine
   return Group::createOn(options_.job, std::move(options), *topics, members_.rosterOf(successor),
                          Deadline::after(kPrepares), &stop);
@@ -398,28 +378,12 @@ void GroupLine::checkTold(uint64_t digest) {
   if (isIn_ || due_ || !one || !one->group || one->movedTo.empty()) return;
   const View view = options_.job->viewOf(*members_.rosterOf(one->successor));
   for (int r = 0; r < options_.group.size; ++r) {
-    const bool isNewcomer = std::ranges::any_of(one->successor.newcomers,
-                                                [&](const Newcomer& n) { return n.rank == r; });
-    if (!isNewcomer && view.active.contains(options_.group.jobRanks[size_t(r)]) &&
-        !one->movedTo.contains(r))
+    if (!one->successor.hasNewcomerFor(r) &&
+        view.active.contains(options_.group.jobRanks[size_t(r)]) && !one->movedTo.contains(r))
       return;
   }
   due_ = digest;
   post([this] { options_.onDue(); });
-}
-
-std::vector<Newcomer> GroupLine::newcomersFor(const std::vector<int>& ranks,
-                                              std::vector<int>& missing) const {
-  std::vector<Newcomer> newcomers;
-  for (const int r : ranks) {
-    const auto ready = ready_.find(r);
-    if (ready != ready_.end() && members_.isLiving({r, ready->second})) {
-      newcomers.push_back({r, ready->second});
-    } else {
-      missing.push_back(r);
-    }
-  }
-  return newcomers;
 }
 
 Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline ready,
@@ -442,7 +406,7 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
       Lock lock(mutex_);
       if (isStopped_) return Error{ErrorCode::kAborted, "the process group was destroyed"};
       if (isMoving_ || current_ != group) continue;
-      wanted = newcomersFor(ranks, missing);
+      wanted = ready_.of(ranks, missing);
     }
     for (const Newcomer& newcomer : wanted) {
       if (std::ranges::count(asked, newcomer) == 0) asked.push_back(newcomer);
@@ -525,10 +489,7 @@ Status GroupLine::goesWithout(const Group& group, const std::vector<int>& ranks)
   Lock lock(mutex_);
   const Preparation* const next = successors_.find(close->successor);
   if (!next || std::ranges::includes(next->successor.absent, ranks)) return {};
-  return {ErrorCode::kRefused, group.nameRank(group.rank()) + ": another change of group '" +
-                                   group.name() +
-                                   "' is about to happen behind a call that other members are in "
-                                   "and this rank has not begun: call it again after that call"};
+  return anotherChange(group);
 }
 
 // Takes the ranks of lost newcomers out of `ranks`. Into `dropped`, unless the line has moved with them:
@@ -565,10 +526,7 @@ std::vector<int> GroupLine::withoutNewcomers(const Group& group, std::vector<int
   Lock lock(mutex_);
   const Preparation* const next = successors_.find(close->successor);
   for (const int rank : ranks) {
-    if (!next || std::ranges::none_of(next->successor.newcomers, [&](const Newcomer& newcomer) {
-          return newcomer.rank == rank;
-        }))
-      dropped.push_back(rank);
+    if (!next || !next->successor.hasNewcomerFor(rank)) dropped.push_back(rank);
   }
   std::ranges::sort(dropped);
   return dropped;
@@ -590,11 +548,7 @@ Status GroupLine::join(Deadline deadline) {
         if (!one.movedTo.empty()) toldBySome.push_back(one.successor);
       }
     }
-    if (deadline.passed()) {
-      return {ErrorCode::kTimeout, "rank " + std::to_string(options_.group.rank) +
-                                       " was not let into group '" + options_.group.name +
-                                       "': no member has called recover_ranks for it in time"};
-    }
+    if (deadline.passed()) return notLetIn(options_.group);
     for (const uint64_t digest : digests) checkTold(digest);  // a member may be lost since
     if (!asking || asking->takeDue(Clock::now())) {
       if (!asking) asking.emplace(kTellAgain, Clock::now());
@@ -649,9 +603,8 @@ std::shared_ptr<Group> GroupLine::moveOn() {
     isJoining_ = isLeaving_ = false;
     lastMove_ = successor;
     retired_ = successor.retired;
-    for (const Newcomer& newcomer : successor.newcomers) ready_.erase(newcomer.rank);
-    for (const int rank : successor.absent) ready_.erase(rank);
-    if (isOut) ready_.clear();  // it will not hear who has been let in
+    ready_.forget(successor);
+    if (isOut) ready_.forgetAll();  // it does not hear of newcomers any more
     post([this, from] { end(from); });
     changed_.notify_all();
   }

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +15,7 @@
 #include "group/group.h"
 #include "group/line_members.h"
 #include "group/line_words.h"
+#include "group/ready_newcomers.h"
 #include "group/series_events.h"
 #include "group/successor_table.h"
 
@@ -118,8 +118,6 @@ class GroupLine {
   void dropVoid() EXCLUDES(mutex_);
   void noteMoved(uint64_t digest, int rank) EXCLUDES(mutex_);
   void checkTold(uint64_t digest) EXCLUDES(mutex_);
-  std::vector<Newcomer> newcomersFor(const std::vector<int>& ranks, std::vector<int>& missing) const
-      REQUIRES(mutex_);
   Status ask(const std::shared_ptr<Group>& group, const Successor& wanted, Asking& asking,
              Deadline deadline) EXCLUDES(mutex_);
   bool dropLost(const Group& group, const std::vector<Newcomer>& asked, std::vector<int>& ranks,
@@ -148,7 +146,7 @@ class GroupLine {
   bool isJoining_ GUARDED_BY(mutex_) = false;  // the newcomer has asked to be let in
   // This rank takes itself out, and begins no call any more that lies before the close.
   bool isLeaving_ GUARDED_BY(mutex_) = false;
-  std::map<int, EngineId> ready_ GUARDED_BY(mutex_);
+  ReadyNewcomers ready_ GUARDED_BY(mutex_);
   SuccessorTable successors_ GUARDED_BY(mutex_);
   uint32_t proposals_ GUARDED_BY(mutex_) = 0;
   std::optional<uint64_t> due_ GUARDED_BY(mutex_);        // newcomer: where it moves

@@ -23,6 +23,10 @@ bool LineMembers::isLiving(const Newcomer& newcomer) const {
   return peer && peer->id == newcomer.id;
 }
 
+bool LineMembers::areLiving(const std::vector<Newcomer>& newcomers) const {
+  return std::ranges::all_of(newcomers, [&](const Newcomer& one) { return isLiving(one); });
+}
+
 void LineMembers::tell(int rank, const LineMessage& message) const {
   const int jobRank = jobRanks_[size_t(rank)];
   const auto peer = job_->peer(jobRank);

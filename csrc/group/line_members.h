@@ -29,6 +29,7 @@ class LineMembers {
   int size() const { return static_cast<int>(jobRanks_.size()); }
   std::optional<int> rankOf(const EngineId& id) const;
   bool isLiving(const Newcomer& newcomer) const;
+  bool areLiving(const std::vector<Newcomer>& newcomers) const;  // all of them
   // A lost word is told again by the caller, or asked for.
   void tell(int rank, const LineMessage& message) const;
   void tellAll(const LineMessage& message) const;

@@ -30,6 +30,10 @@ bool getRanks(ByteReader& in, int size, std::vector<int>& ranks) {
 
 }  // namespace
 
+bool Successor::hasNewcomerFor(int rank) const {
+  return std::ranges::find(newcomers, rank, &Newcomer::rank) != newcomers.end();
+}
+
 std::string Successor::identity(const std::string& line) const {
   constexpr char kDigits[] = "0123456789abcdef";
   std::string text = line + "@" + std::to_string(series) + "#" + std::to_string(proposer) + "." +

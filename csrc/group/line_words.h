@@ -35,6 +35,7 @@ struct Successor {
   std::vector<int> retired;         // in order: ranks that were taken out and are not back
 
   bool operator==(const Successor&) const = default;
+  bool hasNewcomerFor(int rank) const;
   // A name for hashing: lines and successors that differ have different ones.
   std::string identity(const std::string& line) const;
 };

@@ -17,6 +17,20 @@ std::vector<bool> activeOf(const Group& group) {
   return active;
 }
 
+bool isChange(const std::vector<bool>& active, const Successor& wanted) {
+  const auto isActive = [&](int rank) { return bool(active[size_t(rank)]); };
+  return std::ranges::none_of(wanted.newcomers, isActive, &Newcomer::rank) &&
+         (!wanted.newcomers.empty() || std::ranges::any_of(wanted.absent, isActive));
+}
+
+void setAbsent(const std::vector<bool>& active, const std::vector<int>& leave,
+               Successor& successor) {
+  for (int r = 0; r < int(active.size()); ++r) {
+    const bool isOut = !active[size_t(r)] || std::ranges::binary_search(leave, r);
+    if (isOut && !successor.hasNewcomerFor(r)) successor.absent.push_back(r);
+  }
+}
+
 void setExtent(const Group& group, std::vector<int> retired, Successor& successor) {
   int extent = group.extent();
   for (const int rank : successor.absent) {
@@ -56,6 +70,24 @@ Error notMoved(const Group& group, const Successor& wanted, const Status& why) {
               " before the timeout: a member is in a call that the others do not call, or is "
               "stopped. Nothing has changed" +
               (why.ok() ? "" : " (" + why.error().message + ")")};
+}
+
+Error anotherChange(const Group& group) {
+  return {ErrorCode::kRefused,
+          group.nameRank(group.rank()) + ": another change of group '" + group.name() +
+              "' is about to happen behind a call that other members are in and this rank has not "
+              "begun: call it again after that call"};
+}
+
+Error notLetIn(const GroupOptions& group) {
+  return {ErrorCode::kTimeout, "rank " + std::to_string(group.rank) + " was not let into group '" +
+                                   group.name +
+                                   "': no member has called recover_ranks for it in time"};
+}
+
+GroupOptions withExtent(GroupOptions options, int extent) {
+  options.extent = extent;
+  return options;
 }
 
 Error notActive(const Group& group) {

@@ -13,6 +13,12 @@ namespace mooncake {
 // The lowest member. Two ranks think so of themselves if one does not know of a loss yet.
 int proposerOf(const Group& group);
 std::vector<bool> activeOf(const Group& group);  // by rank
+// False: newcomers are in already, as the member that asks is behind, or all ranks that are to leave
+// are out.
+bool isChange(const std::vector<bool>& active, const Successor& wanted);
+// Into the successor, which has its newcomers: the ranks that are out, or `leave`, in order.
+void setAbsent(const std::vector<bool>& active, const std::vector<int>& leave,
+               Successor& successor);
 // Into the successor: which ranks are retired, and the number of ranks that programs see. A loss
 // changes neither. `retired`: of the present series.
 void setExtent(const Group& group, std::vector<int> retired, Successor& successor);
@@ -21,8 +27,11 @@ void setExtent(const Group& group, std::vector<int> retired, Successor& successo
 bool waitsForCaller(const Group& group);
 
 Error notReady(const Group& group, const std::vector<int>& missing);
-// `why`: what the wait for the end of the series has said.
+// `why`: the answer of the wait for the end of the series.
 Error notMoved(const Group& group, const Successor& wanted, const Status& why);
+Error anotherChange(const Group& group);
+Error notLetIn(const GroupOptions& group);
+GroupOptions withExtent(GroupOptions options, int extent);
 // Of each call of a rank that was taken out. SGLang looks for "invalid state" and "rank is not active".
 Error notActive(const Group& group);
 

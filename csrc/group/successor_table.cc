@@ -57,9 +57,7 @@ bool SuccessorTable::isVoid(const Preparation& one, const std::vector<bool>& act
   if (one.isGivenUp || !one.failure.ok()) return true;
   const int proposer = one.successor.proposer;
   return (proposer != rank_ && !active[size_t(proposer)]) ||
-         !std::ranges::all_of(one.successor.newcomers, [&](const Newcomer& newcomer) {
-           return members_.isLiving(newcomer);
-         });
+         !members_.areLiving(one.successor.newcomers);
 }
 
 const SuccessorTable::Entries::value_type* SuccessorTable::living(

@@ -15,7 +15,7 @@ namespace mooncake {
 // A path is left out if a packet on it fails, or if it has packets in flight and none arrives for
 // the stall limit. Only probes are sent over it then, and it is up again when one is answered.
 //
-// A path may also lose single packets while others arrive. A packet is overtaken if the peer has
+// A path may also lose single packets, and later ones arrive. A packet is overtaken if the peer has
 // acknowledged another one that left on the same path a quarter of the stall limit later.
 class Paths {
  public:

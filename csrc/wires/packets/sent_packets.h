@@ -41,7 +41,7 @@ class SentPackets {
   void add(uint64_t serial, Sent sent, Clock::time_point now);
   void acknowledge(uint64_t below, const std::vector<uint64_t>& above, Clock::time_point now);
   void holdBack(size_t path);
-  // Holds back the packets that others have overtaken: they are lost. The peer drops a packet that
+  // Holds back the packets that later ones have overtaken: they are lost. The peer drops a packet that
   // comes twice.
   void holdBackOvertaken(Clock::time_point now);
   // Returns the first packet that waits, from this serial on.
