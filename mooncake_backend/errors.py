@@ -25,9 +25,11 @@ class InputsLostError(PeerLostError):
 
 
 class EvictedError(DistBackendError):
-    """The job goes on without this rank for good. Every later call in any group raises this."""
+    """The job goes on without this rank. Every later call in any group raises this, until the
+    process has come back with join_group(), for each group."""
 
 
 class MinorityError(DistBackendError):
-    """Too few ranks are left on this side of a partition. The other side may go on without them for
-    good. Every later call in any group raises this."""
+    """Too few ranks are left on this side of a partition. The other side may go on without them.
+    Every later call in any group raises this, until the process has come back with join_group(),
+    for each group."""

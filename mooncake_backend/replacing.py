@@ -97,11 +97,17 @@ def deactivate_ranks(group: Any, ranks: Sequence[int]) -> ProposeViewUpdateRespo
 
 
 def join_group(group: Any) -> None:
-    """In a process that replaces a rank (is_extension=True, or MOONCAKE_REJOIN=1), and in a rank
-    that deactivate_ranks() has taken out: waits until a member has let it in with recover_ranks(),
-    at most for the group's timeout. Before, the calls of a new process act on it alone, and calls
-    of a rank that was taken out raise. Each group is joined by itself, the default group first.
-    RuntimeError: nobody let it in, or it is in already."""
+    """Waits until a member has let this rank in with recover_ranks(), at most for the group's
+    timeout. Each group is joined by itself, the default group first. For
+
+    - a process that replaces a rank (is_extension=True, or MOONCAKE_REJOIN=1); before, its calls
+      act on it alone;
+    - a rank that deactivate_ranks() has taken out; its calls raise;
+    - a process without which the job went on, whose calls raise EvictedError or MinorityError. It
+      finds the job by the addresses of the members that it knew, without the store. Tensors in
+      memory of the group stay as they are.
+
+    RuntimeError: nobody let it in, none of these members can be reached, or it is in already."""
     _refuse_in_capture("join_group")
     backend_of(group).join_group()
     note_growth()

@@ -37,17 +37,27 @@ Job::Job(int rank, int size, const BackendOptions& options)
       token_(options.joinToken),
       mergeMembers_(options.mergeMembers) {}
 
-std::shared_ptr<Engine> Job::makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
-                                        const Bytes& jobKey) const {
+std::shared_ptr<Engine> Job::engine() const {
+  Lock lock(placeMutex_);
+  return engine_;
+}
+
+std::shared_ptr<Membership> Job::membership() const {
+  Lock lock(placeMutex_);
+  return membership_;
+}
+
+std::shared_ptr<Engine> Job::makeEngine() const {
   EngineOptions options{.env = env_, .logName = "rank " + std::to_string(rank_)};
-  options.env.routeHint = rendezvousHost(store);
-  options.jobKey = jobKey;
+  options.env.routeHint = routeHint_;
+  options.jobKey = key_;
   return orThrow(Engine::create(std::move(options)));
 }
 
 std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
                                   const GroupOptions& options, Deadline deadline) {
   if (rank_ != 0) rankZeroStore_ = store;
+  routeHint_ = rendezvousHost(store);
   C10dStore plain(store, deadline, launcherKey_);
   const MergeStore::Members members = std::exchange(mergeMembers_, nullptr);
   MergeStore merging(plain, rank_, size_, members);
@@ -56,14 +66,17 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
     const auto joined = Generation::join(shared, rank_, env_.jobKey, deadline);
     if (!joined.ok()) throwError(plain.explain(joined.error()));
     Generation* const generation = joined->get();
-    engine_ = lent_;  // an engine of an earlier generation ends before the next one is made
-    if (!engine_) engine_ = makeEngine(store, generation->jobKey());
+    // An engine of an earlier generation has ended before the next one is made.
+    key_ = generation->jobKey();
+    const std::shared_ptr<Engine> engine = lent_ ? lent_ : makeEngine();
     GroupOptions first = options;
     first.founders = size_;
     id_ = generation->id();
-    first.identity = identityOf(options);
-    auto group = Group::create(engine_, *generation, std::move(first), deadline);
+    first.identity = identity_ = identityOf(options);
+    auto group = Group::create(engine, *generation, std::move(first), deadline);
     if (group.ok()) {
+      Lock lock(placeMutex_);
+      engine_ = engine;
       membership_ = (*group)->membership();
       return std::move(*group);
     }
@@ -77,7 +90,7 @@ std::unique_ptr<Group> Job::begin(const c10::intrusive_ptr<c10d::Store>& store,
       // The goodbye tells the cause to the other ranks, even if the store is gone. An engine that
       // the caller lent to this job stays.
       if (!lent_) {
-        engine_->leave({Farewell::How::kFailed, "it could not make the group: " + error.message});
+        engine->leave({Farewell::How::kFailed, "it could not make the group: " + error.message});
       }
       // A rank that never joined the group cannot be lost.
       if (error.code == ErrorCode::kPeerLost) throwError({ErrorCode::kRefused, error.message});
@@ -102,16 +115,15 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
                                  const GroupOptions& options, Deadline deadline) {
   std::unique_ptr<Generation> generation;  // null: the token tells
   JoinToken token;
-  Bytes key;  // of the job
-  // The launcher's notices name the rank that this process replaces.
   C10dStore shared(store, deadline, "");
+  routeHint_ = rendezvousHost(store);
   if (token_.empty()) {
     if (rank_ != 0) rankZeroStore_ = store;
     auto found = Generation::find(shared, rank_, env_.jobKey, deadline);
     if (!found.ok()) throwError(shared.explain(found.error()));
     generation = std::move(*found);
     id_ = generation->id();
-    key = generation->jobKey();
+    key_ = generation->jobKey();
   } else {
     auto given = decodeJoinToken(token_);
     if (!given.ok())
@@ -121,30 +133,48 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
     checkKey("a join token");
     id_ = token.job;
     const ByteView own = std::as_bytes(std::span(*env_.jobKey));
-    key.assign(own.begin(), own.end());
+    key_.assign(own.begin(), own.end());
   }
+  identity_ = identityOf(options);
+  enter(
+      size_,
+      [&] {
+        if (!generation) return token.members;
+        const auto published = mooncake::published(*generation, Group::kPublished, deadline);
+        if (!published.ok()) throwError(shared.explain(published.error()));
+        std::vector<Bytes> members;
+        for (const Bytes& one : *published) members.push_back(orThrow(Group::endpointIn(one)));
+        return members;
+      },
+      deadline);
+  // Later processes may find no founding member. Without the store, they find none of us either.
+  if (generation) (void)publishLater(*generation, Group::kPublished, Group::publishedBy(*engine()));
+  GroupOptions alone = options;
+  alone.size = membership()->size();
+  return makeAlone(std::move(alone), deadline);
+}
+
+// `size`: number of ranks of which this process knows. `members` is asked before each attempt.
+void Job::enter(int size, const FindMembers& members, Deadline deadline) {
   auto env = MembershipEnv::read();
+  // The launcher's notices name the rank that this process replaces.
   if (!env.ok()) throwError(env.error());
   std::optional<Clock::time_point> aloneSince;  // no member has been reached since then
   for (;;) {
-    if (generation) {
-      const auto published = mooncake::published(*generation, Group::kPublished, deadline);
-      if (!published.ok()) throwError(shared.explain(published.error()));
-      token.members.clear();
-      for (const Bytes& one : *published) token.members.push_back(orThrow(Group::endpointIn(one)));
-    }
-    const JoinOptions asked{.identity = identityOf(options),
-                            .members = token.members,
+    const JoinOptions asked{.identity = identity_,
+                            .members = members(),
                             .rank = rank_,
-                            .size = size_,
+                            .size = size,
                             .failureTimeout = env_.failureTimeout,
                             .waitsFile = env->waitsFile};
-    engine_ = lent_ ? lent_ : makeEngine(store, key);
+    const std::shared_ptr<Engine> engine = lent_ ? lent_ : makeEngine();
     // Members die meanwhile, and other processes come: then a new engine asks again.
     const Deadline attempt =
         deadline.earlier(Deadline::after(kJoinAgain * env_.failureTimeout + kMoment));
-    auto joined = Membership::join(engine_, asked, attempt);
+    auto joined = Membership::join(engine, asked, attempt);
     if (joined.ok()) {
+      Lock lock(placeMutex_);
+      engine_ = engine;
       membership_ = std::move(*joined);
       break;
     }
@@ -156,14 +186,28 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
     if (why == ErrorCode::kPeerLost && !aloneSince) aloneSince = now;
     const bool isOver = aloneSince && now - *aloneSince > 2 * env_.failureTimeout;
     if (!mayPass || lent_ || isOver || deadline.passed()) throwError(joined.error());
-    log(LogLevel::kInfo, engine_->logName(), joined.error().message, "; it asks again");
+    log(LogLevel::kInfo, engine->logName(), joined.error().message, "; it asks again");
   }
   failpoint("joined");
-  // Later processes may find no founding member. Without the store, they find none of us either.
-  if (generation) (void)publishLater(*generation, Group::kPublished, Group::publishedBy(*engine_));
-  GroupOptions alone = options;
-  alone.size = membership_->size();
-  return makeAlone(std::move(alone), deadline);
+}
+
+void Job::enterAgain(Deadline deadline) {
+  Lock lock(enteringMutex_);
+  if (hasLeft_) throwError({ErrorCode::kAborted, "the process group was destroyed"});
+  const auto before = membership();
+  if (before->standing().ok()) return;
+  if (lent_)
+    throwError({ErrorCode::kUnsupported,
+                "rank " + std::to_string(rank_) +
+                    ": the job went on without this process, and its engine was made by the "
+                    "program: only a new process can take its place"});
+  std::vector<Bytes> known;
+  for (int rank = 0; rank < before->size(); ++rank) {
+    const auto peer = before->peer(rank);
+    Bytes endpoint = peer ? before->engine().endpointOf(peer->id) : Bytes();
+    if (!endpoint.empty()) known.push_back(std::move(endpoint));
+  }
+  enter(before->size(), [&] { return known; }, deadline);
 }
 
 void Job::checkKey(const char* what) const {
@@ -177,11 +221,12 @@ void Job::checkKey(const char* what) const {
 
 JoinToken Job::joinToken() const {
   checkKey("a join token");
-  throwIfError(membership_->standing());
+  const auto membership = this->membership();
+  throwIfError(membership->standing());
   JoinToken token{.job = id_};
-  const std::vector<Bytes> endpoints = endpointsOf(*membership_);
+  const std::vector<Bytes> endpoints = endpointsOf(*membership);
   for (size_t i = 0; i < endpoints.size() && token.members.size() < JoinToken::kMostMembers; ++i) {
-    const Bytes& next = endpoints[(size_t(membership_->rank()) + i) % endpoints.size()];
+    const Bytes& next = endpoints[(size_t(membership->rank()) + i) % endpoints.size()];
     if (!next.empty()) token.members.push_back(next);
   }
   return token;
@@ -196,7 +241,7 @@ Result<std::unique_ptr<Group>> Job::tryMakeAlone(GroupOptions options, Deadline 
   {
     Lock lock(aloneMutex_);
     if (!alone_) {
-      EngineOptions own{.env = env_, .logName = engine_->logName()};
+      EngineOptions own{.env = env_, .logName = engine()->logName()};
       own.env.transports = {"inproc"};
       const std::string key = Crypto::randomHex(kAloneKeyBytes);
       const ByteView bytes = std::as_bytes(std::span(key));
@@ -206,7 +251,7 @@ Result<std::unique_ptr<Group>> Job::tryMakeAlone(GroupOptions options, Deadline 
       auto made = Membership::start(
           std::move(*engine),
           {.rank = rank_,
-           .peers = std::vector<std::shared_ptr<Peer>>(size_t(membership_->size()))});
+           .peers = std::vector<std::shared_ptr<Peer>>(size_t(membership()->size()))});
       if (!made.ok()) return made.error();
       alone_ = std::move(*made);
     }
@@ -219,8 +264,10 @@ Result<std::unique_ptr<Group>> Job::tryMakeAlone(GroupOptions options, Deadline 
 std::unique_ptr<Group> Job::makeGroup(const Group& parent, GroupOptions options,
                                       Deadline deadline) const {
   if (hasLeft_) throwError({ErrorCode::kAborted, "the process group was destroyed"});
-  throwIfError(membership_->standing());
-  return orThrow(Group::createWithin(membership_, std::move(options), deadline, parent.roster()));
+  const auto membership = this->membership();
+  throwIfError(membership->standing());
+  return orThrow(
+      Group::createWithin(membership, std::move(options), deadline, parent.roster()));
 }
 
 void Job::add(const void* group, std::function<void(Farewell::How)> leave) {
@@ -266,15 +313,17 @@ void Job::awaitRankZerosExit(const Group& group) const {
 
 void Job::sayGoodbye(const Farewell& farewell) {
   hasLeft_ = true;
-  if (membership_) membership_->leave();
-  if (!lent_ || farewell.how != Farewell::How::kDestroyed) return engine_->leave(farewell);
+  const auto engine = this->engine();
+  const auto membership = this->membership();
+  if (membership) membership->leave();
+  if (!lent_ || farewell.how != Farewell::How::kDestroyed) return engine->leave(farewell);
   // The lent engine's owner opens a peer again to which it transfers.
   const Deadline budget = Deadline::after(env_.failureTimeout);
-  for (int rank = 0; membership_ && rank < membership_->size(); ++rank) {
-    const auto peer = membership_->peer(rank);
+  for (int rank = 0; membership && rank < membership->size(); ++rank) {
+    const auto peer = membership->peer(rank);
     if (!peer) continue;
-    const Status forgotten = engine_->forget(peer, budget);
-    if (!forgotten.ok()) log(LogLevel::kInfo, engine_->logName(), forgotten.error().message);
+    const Status forgotten = engine->forget(peer, budget);
+    if (!forgotten.ok()) log(LogLevel::kInfo, engine->logName(), forgotten.error().message);
   }
 }
 

@@ -39,6 +39,9 @@ class Job {
   // with room for all ranks of the job that has this rank alone.
   std::unique_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
                               const GroupOptions& group, Deadline deadline);
+  // A process without which the job went on becomes a rank of it again, with a new engine. It finds
+  // the job by the addresses of its last members, without the store. Returns at once if it is in.
+  void enterAgain(Deadline deadline) EXCLUDES(enteringMutex_);
   // A group of these ranks that has this one alone: of a process that has not been let in yet, or
   // was taken out. The second does not throw.
   std::unique_ptr<Group> makeAlone(GroupOptions options, Deadline deadline);
@@ -68,15 +71,18 @@ class Job {
   std::string nameLine(const std::string& group, const std::vector<int>& ranks);
   void freeLine(const std::string& name);
 
-  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  // Another one after enterAgain(), and so is the membership.
+  std::shared_ptr<Engine> engine() const EXCLUDES(placeMutex_);
+  std::shared_ptr<Membership> membership() const EXCLUDES(placeMutex_);
   const std::shared_ptr<Completions>& completions() const { return completions_; }
-  const std::shared_ptr<Membership>& membership() const { return membership_; }
 
  private:
+  using FindMembers = std::function<std::vector<Bytes>()>;
+
   JobIdentity identityOf(const GroupOptions& group) const;
   void checkKey(const char* what) const;
-  std::shared_ptr<Engine> makeEngine(const c10::intrusive_ptr<c10d::Store>& store,
-                                     const Bytes& jobKey) const;
+  std::shared_ptr<Engine> makeEngine() const;
+  void enter(int size, const FindMembers& members, Deadline deadline) EXCLUDES(placeMutex_);
 
   const int rank_;
   const int size_;
@@ -85,12 +91,17 @@ class Job {
   const std::string launcherKey_;
   const Bytes token_;                 // empty: there is none
   std::string id_;                    // JobIdentity::job
+  JobIdentity identity_;
+  Bytes key_;              // the job's
+  std::string routeHint_;  // EngineEnv::routeHint
   MergeStore::Members mergeMembers_;  // until begin()
   // For awaitRankZerosExit(). Null on rank 0: its server ends when the program drops the store.
   c10::intrusive_ptr<c10d::Store> rankZeroStore_;
-  std::shared_ptr<Engine> engine_;
+  mutable Mutex placeMutex_;
+  std::shared_ptr<Engine> engine_ GUARDED_BY(placeMutex_);
+  std::shared_ptr<Membership> membership_ GUARDED_BY(placeMutex_);
+  Mutex enteringMutex_;  // one enterAgain() at a time
   const std::shared_ptr<Completions> completions_ = std::make_shared<Completions>();
-  std::shared_ptr<Membership> membership_;
   Mutex aloneMutex_;
   std::shared_ptr<Membership> alone_
       GUARDED_BY(aloneMutex_);  // of this rank alone, once it is needed

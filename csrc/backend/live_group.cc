@@ -116,9 +116,8 @@ void LiveGroup::startLine(std::unique_ptr<Group> first) {
   for (int r = 0; r < series.size; ++r) series.jobRanks.push_back(jobRank(r));
   lineName_ = job_->nameLine(options_.groupName, series.jobRanks);
   line_ = std::make_unique<GroupLine>(
-      std::move(first), events_,
+      job_->membership(), std::move(first), events_,
       GroupLine::Options{
-          .job = job_->membership(),
           .group = std::move(series),
           .identity = lineName_,
           .isNewcomer = options_.isNewcomer,

@@ -65,16 +65,33 @@ Deadline Replacing::begin(const std::string& call, const std::vector<int>& ranks
 
 void Replacing::join() {
   group_.refuseInForkedChild();
-  if (!group_.line().isNewcomer())
+  const bool isOut = isOutOfJob();
+  if (!isOut && !group_.line().isNewcomer())
     throwError({ErrorCode::kRefused, "join_group: rank " + std::to_string(group_.rank()) +
                                          " is in group '" + group_.options().groupName +
                                          "' already; only a process that was started to replace a "
-                                         "rank joins"});
+                                         "rank joins, or one that is out of the group"});
+  if (isOut) throwIfError(devices_.mayMove());
   const Deadline deadline = group_.deadline();
   if (!group_.queue()->drain(deadline))
     throwError({ErrorCode::kTimeout, "join_group on rank " + std::to_string(group_.rank()) +
                                          ": calls before it have not ended. wait() for them"});
+  enterAgain(deadline);
   throwIfError(group_.line().join(deadline));
+}
+
+// Whether the job, or the job of which this group was a part, went on without this process.
+bool Replacing::isOutOfJob() const {
+  const auto membership = group_.job().membership();
+  return !membership->standing().ok() || group_.line().job() != membership;
+}
+
+void Replacing::enterAgain(Deadline deadline) {
+  Lock lock(enteringMutex_);
+  if (!isOutOfJob()) return;
+  group_.job().enterAgain(deadline);
+  const auto membership = group_.job().membership();
+  if (group_.line().job() != membership) throwIfError(group_.line().enterAgain(membership));
 }
 
 }  // namespace mooncake

@@ -4,6 +4,7 @@
 
 #include "backend/device_half.h"
 #include "backend/live_group.h"
+#include "base/mutex.h"
 
 namespace mooncake {
 
@@ -23,13 +24,18 @@ class Replacing {
   // Members: takes these ranks out, this one, too, if it is among them. Waits for the caller's earlier
   // calls. Ranks that are out are skipped: every member may call it, one has to.
   void deactivate(const std::vector<int>& ranks);
-  // Newcomers: waits until the members have let this rank in.
+  // Newcomers: waits until the members have let this rank in. A process without which the job went on
+  // first enters the job again; then each of its groups is joined by itself.
   void join();
 
  private:
   Deadline begin(const std::string& name, const std::vector<int>& ranks, const char* which);
+  bool isOutOfJob() const;
+  void enterAgain(Deadline deadline) EXCLUDES(enteringMutex_);
+
   LiveGroup& group_;
   DeviceHalf& devices_;
+  Mutex enteringMutex_;
 };
 
 }  // namespace mooncake

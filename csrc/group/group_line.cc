@@ -25,11 +25,11 @@ constexpr size_t kMostOfNewcomers = 8;
 
 }  // namespace
 
-GroupLine::GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents> events,
-                     Options options)
+GroupLine::GroupLine(std::shared_ptr<Membership> job, std::unique_ptr<Group> first,
+                     std::shared_ptr<SeriesEvents> events, Options options)
     : options_(std::move(options)),
       events_(std::move(events)),
-      members_(options_.job, options_.identity, options_.group.rank, options_.group.jobRanks),
+      members_(std::move(job), options_.identity, options_.group.rank, options_.group.jobRanks),
       current_(std::move(first)),
       extent_(current_->extent()),
       series_(options_.isNewcomer ? 0 : 1),
@@ -45,10 +45,14 @@ Status GroupLine::start() {
     Lock lock(mutex_);
     post([this] { options_.onDue(); });
   });
-  options_.job->engine().openTopic(
+  listen();
+  return {};
+}
+
+void GroupLine::listen() {
+  members_.job()->engine().openTopic(
       members_.topic(),
       [this](const EngineId& from, ByteView message) { onMessage(from, message); });
-  return {};
 }
 
 GroupLine::~GroupLine() { stop(); }
@@ -66,7 +70,7 @@ void GroupLine::stop() {
   }
   left.clear();
   events_->watchEnd(nullptr);
-  if (members_.topic() != 0) options_.job->engine().closeTopic(members_.topic());
+  if (members_.topic() != 0) members_.job()->engine().closeTopic(members_.topic());
   if (thread_.joinable()) thread_.join();
 }
 
@@ -136,7 +140,7 @@ bool GroupLine::isNext(const Successor& successor) const {
   return isIn_ ? successor.series == series_ + 1
                : isJoining_ && std::ranges::count(
                                    successor.newcomers,
-                                   Newcomer{options_.group.rank, options_.job->engine().id()}) > 0;
+                                   Newcomer{options_.group.rank, members_.job()->engine().id()}) > 0;
 }
 
 bool GroupLine::isBehind(const Successor& successor) const {
@@ -173,7 +177,7 @@ void GroupLine::propose(const Successor& wanted) {
       word.successor = {.series = series_ + 1,
                         .proposer = options_.group.rank,
                         .number = ++proposals_,
-                        .term = options_.job->roster()->term.number,
+                        .term = members_.job()->roster()->term.number,
                         .newcomers = wanted.newcomers};
       setAbsent(active, wanted.absent, word.successor);
       setExtent(*group, retired_, word.successor);
@@ -204,7 +208,7 @@ void GroupLine::prepare(const Successor& successor, uint64_t digest) {
   auto maker =
       SuccessorMaker::start([this, digest](const StopSignal& stop) { make(digest, stop); });
   if (!maker.ok()) {
-    log(LogLevel::kWarning, options_.job->engine().logName(), "group '", options_.group.name,
+    log(LogLevel::kWarning, members_.job()->engine().logName(), "group '", options_.group.name,
         "' cannot take newcomers in: ", maker.error().message);
     return;
   }
@@ -239,7 +243,7 @@ void GroupLine::make(uint64_t digest, const StopSignal& stop) {
   }
   if (made.status().code() == ErrorCode::kInterrupted) return;  // given up
   if (!made.ok()) {
-    log(LogLevel::kWarning, options_.job->engine().logName(), "group '", options_.group.name,
+    log(LogLevel::kWarning, members_.job()->engine().logName(), "group '", options_.group.name,
         "' goes on without newcomers: ", made.error().message);
     return members_.tellAll({.kind = LineMessage::Kind::kGaveUp, .successor = successor});
   }
@@ -252,7 +256,7 @@ Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, 
                                                     const StopSignal& stop) {
   if (takesOut(successor)) {
     auto alone = options_.makeAlone(withExtent(options_.group, before.extent()));
-    if (alone.ok()) (*alone)->fail(notActive(before));
+    if (alone.ok()) (*alone)->fail(notActive(before, "was taken out by deactivate_ranks"));
     return alone;
   }
   const auto topics = topicsOf(successor.identity(options_.identity));
@@ -260,7 +264,7 @@ Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, 
   GroupOptions options =
       events_->with(withExtent(options_.group, int(successor.extent)), successor.series);
   if (!isNewcomer()) options.bell = before.bell();  // a newcomer's is of another engine
-  return Group::createOn(options_.job, std::move(options), *topics, members_.rosterOf(successor),
+  return Group::createOn(members_.job(), std::move(options), *topics, members_.rosterOf(successor),
                          Deadline::after(kPrepares), &stop);
 }
 
@@ -376,7 +380,7 @@ void GroupLine::checkTold(uint64_t digest) {
   Lock lock(mutex_);
   const Preparation* const one = successors_.find(digest);
   if (isIn_ || due_ || !one || !one->group || one->movedTo.empty()) return;
-  const View view = options_.job->viewOf(*members_.rosterOf(one->successor));
+  const View view = members_.job()->viewOf(*members_.rosterOf(one->successor));
   for (int r = 0; r < options_.group.size; ++r) {
     if (!one->successor.hasNewcomerFor(r) &&
         view.active.contains(options_.group.jobRanks[size_t(r)]) && !one->movedTo.contains(r))
@@ -535,7 +539,7 @@ std::vector<int> GroupLine::withoutNewcomers(const Group& group, std::vector<int
 Status GroupLine::join(Deadline deadline) {
   std::optional<Repetition> asking;
   for (;;) {
-    MOONCAKE_TRY(options_.job->standing());
+    MOONCAKE_TRY(members_.job()->standing());
     std::vector<Successor> toldBySome;
     std::vector<uint64_t> digests;
     {
@@ -563,30 +567,61 @@ Status GroupLine::join(Deadline deadline) {
   }
 }
 
-std::shared_ptr<Group> GroupLine::moveOn() {
-  const auto from = current();
+Status GroupLine::enterAgain(std::shared_ptr<Membership> job) {
+  members_.job()->engine().closeTopic(members_.topic());
+  const auto before = current();
+  auto alone = options_.makeAlone(withExtent(options_.group, before->extent()));
+  if (!alone.ok()) return alone.error();
+  (*alone)->fail(notActive(*before, "is in the job again and not yet in the group"));
+  SuccessorTable::Entries left;  // their threads take mutex_
+  {
+    Lock lock(mutex_);
+    left = successors_.takeAll();
+    outside_ = std::move(*alone);
+    isIn_ = isJoining_ = isLeaving_ = false;
+    isRemoved_ = true;
+    due_.reset();
+    post([this] { options_.onDue(); });
+  }
+  left.clear();
+  members_.use(std::move(job));
+  listen();
+  return {};
+}
+
+// Returns the group to which the line moves, if it is time. Null: it is not.
+std::shared_ptr<Group> GroupLine::takeNext(Group& from, Successor& successor) {
   uint64_t digest;
   {
     Lock lock(mutex_);
+    if (outside_) {
+      successor = {.series = series_, .absent = {options_.group.rank}};
+      isMoving_ = true;
+      return std::exchange(outside_, nullptr);
+    }
     digest = due_.value_or(0);
   }
   if (digest == 0) {
-    if (!from->renewal().hasEnded() && !leavesEarly(*from)) return from;
-    digest = from->renewal().close()->successor;
+    if (!from.renewal().hasEnded() && !leavesEarly(from)) return nullptr;
+    digest = from.renewal().close()->successor;
   }
-  std::shared_ptr<Group> to;
+  Lock lock(mutex_);
+  Preparation* const one = successors_.find(digest);
+  if (!one || !one->group) return nullptr;  // only if given up: stop(), and if it moved before
+  const auto to = one->group;
+  successor = one->successor;
+  isMoving_ = true;
+  // What else was made is for this series: no other one will have it.
+  post([all = successors_.takeAll()] {});
+  due_.reset();
+  return to;
+}
+
+std::shared_ptr<Group> GroupLine::moveOn() {
+  const auto from = current();
   Successor successor;
-  {
-    Lock lock(mutex_);
-    Preparation* const one = successors_.find(digest);
-    if (!one || !one->group) return from;  // only if given up: stop(), and if it moved before
-    to = one->group;
-    successor = one->successor;
-    isMoving_ = true;
-    // What else was made is for this series: no other one will have it.
-    post([all = successors_.takeAll()] {});
-    due_.reset();
-  }
+  const auto to = takeNext(*from, successor);
+  if (!to) return from;
   const bool isOut = takesOut(successor);
   std::vector<bool> stays(size_t(options_.group.size), !isOut && !isNewcomer());
   for (const Newcomer& newcomer : successor.newcomers) stays[size_t(newcomer.rank)] = false;
@@ -658,7 +693,7 @@ void GroupLine::post(std::function<void()> task) {
   if (thread.ok()) {
     thread_ = std::move(*thread);
   } else {
-    log(LogLevel::kWarning, options_.job->engine().logName(), "group '", options_.group.name,
+    log(LogLevel::kWarning, members_.job()->engine().logName(), "group '", options_.group.name,
         "' cannot take newcomers in: ", thread.error().message);
   }
 }

@@ -33,7 +33,6 @@ namespace mooncake {
 class GroupLine {
  public:
   struct Options {
-    std::shared_ptr<Membership> job;
     GroupOptions group;    // of each series; its `jobRanks` are set, `extent` is of the first one
     std::string identity;  // the same on all members, and of no other line of the job
     bool isNewcomer = false;  // the first series has this rank alone, until join()
@@ -47,8 +46,9 @@ class GroupLine {
     std::function<Result<std::unique_ptr<Group>>(GroupOptions options)> makeAlone;
   };
 
-  // `events`: of `first`.
-  GroupLine(std::unique_ptr<Group> first, std::shared_ptr<SeriesEvents> events, Options options);
+  // `events`: of `first`, a group of `job`.
+  GroupLine(std::shared_ptr<Membership> job, std::unique_ptr<Group> first,
+            std::shared_ptr<SeriesEvents> events, Options options);
   ~GroupLine();
   GroupLine(const GroupLine&) = delete;
   GroupLine& operator=(const GroupLine&) = delete;
@@ -87,6 +87,12 @@ class GroupLine {
   // Newcomers: waits until the members have let this rank in. Members return at once.
   Status join(Deadline deadline) EXCLUDES(mutex_);
 
+  // The job of which this process is a member with this line.
+  std::shared_ptr<Membership> job() const { return members_.job(); }
+  // The job went on without this process, which has entered it again, as a member of `job`. This rank
+  // is then as if the members had taken it out. One thread at a time.
+  Status enterAgain(std::shared_ptr<Membership> job) EXCLUDES(mutex_);
+
   // For the thread that runs the operations, when an operation has answered kMoved, or at onDue:
   // goes on to the next series if the current one has ended. Returns the series to run in.
   std::shared_ptr<Group> moveOn() EXCLUDES(mutex_);
@@ -99,6 +105,7 @@ class GroupLine {
     uint64_t wished = 0;  // digest of the successor
   };
 
+  void listen();
   void onMessage(const EngineId& from, ByteView bytes) EXCLUDES(mutex_);
   bool lastMoveHas(const Newcomer& newcomer) const EXCLUDES(mutex_);
   bool isNext(const Successor& successor) const REQUIRES(mutex_);
@@ -127,6 +134,7 @@ class GroupLine {
                                     std::vector<int> dropped) const EXCLUDES(mutex_);
   Status goesWithout(const Group& group, const std::vector<int>& ranks) const EXCLUDES(mutex_);
   bool leavesEarly(Group& from) EXCLUDES(mutex_);
+  std::shared_ptr<Group> takeNext(Group& from, Successor& successor) EXCLUDES(mutex_);
   void end(const std::shared_ptr<Group>& old) EXCLUDES(mutex_);
   void post(std::function<void()> task) REQUIRES(mutex_);
   void run() EXCLUDES(mutex_);
@@ -150,6 +158,7 @@ class GroupLine {
   SuccessorTable successors_ GUARDED_BY(mutex_);
   uint32_t proposals_ GUARDED_BY(mutex_) = 0;
   std::optional<uint64_t> due_ GUARDED_BY(mutex_);        // newcomer: where it moves
+  std::shared_ptr<Group> outside_ GUARDED_BY(mutex_);  // where a rank moves that has entered again
   std::optional<Successor> lastMove_ GUARDED_BY(mutex_);  // told again to newcomers that missed it
   std::vector<int> retired_ GUARDED_BY(mutex_);  // Successor::retired of the present series
   std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);

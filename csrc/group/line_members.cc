@@ -6,9 +6,20 @@
 
 namespace mooncake {
 
+std::shared_ptr<Membership> LineMembers::job() const {
+  Lock lock(mutex_);
+  return job_;
+}
+
+void LineMembers::use(std::shared_ptr<Membership> job) {
+  Lock lock(mutex_);
+  job_ = std::move(job);
+}
+
 std::optional<int> LineMembers::rankOf(const EngineId& id) const {
+  const auto job = this->job();
   for (size_t r = 0; r < jobRanks_.size(); ++r) {
-    const auto peer = job_->peer(jobRanks_[r]);
+    const auto peer = job->peer(jobRanks_[r]);
     if (peer && peer->id == id) return int(r);
   }
   return std::nullopt;
@@ -16,10 +27,11 @@ std::optional<int> LineMembers::rankOf(const EngineId& id) const {
 
 // Whether the newcomer is the one that holds its rank of the job.
 bool LineMembers::isLiving(const Newcomer& newcomer) const {
+  const auto job = this->job();
   const int jobRank = jobRanks_[size_t(newcomer.rank)];
-  if (!job_->view().active.contains(jobRank)) return false;
-  if (newcomer.rank == rank_) return job_->engine().id() == newcomer.id;
-  const auto peer = job_->peer(jobRank);
+  if (!job->view().active.contains(jobRank)) return false;
+  if (newcomer.rank == rank_) return job->engine().id() == newcomer.id;
+  const auto peer = job->peer(jobRank);
   return peer && peer->id == newcomer.id;
 }
 
@@ -28,10 +40,11 @@ bool LineMembers::areLiving(const std::vector<Newcomer>& newcomers) const {
 }
 
 void LineMembers::tell(int rank, const LineMessage& message) const {
+  const auto job = this->job();
   const int jobRank = jobRanks_[size_t(rank)];
-  const auto peer = job_->peer(jobRank);
-  if (peer && job_->view().active.contains(jobRank))
-    (void)job_->engine().send(*peer, topic_, encodeLineMessage(message));
+  const auto peer = job->peer(jobRank);
+  if (peer && job->view().active.contains(jobRank))
+    (void)job->engine().send(*peer, topic_, encodeLineMessage(message));
 }
 
 void LineMembers::tellAll(const LineMessage& message) const {
@@ -49,7 +62,7 @@ Result<uint64_t> LineMembers::digestOf(const Successor& successor) const {
 // The job's roster without processes that are no members: one that was replaced meanwhile, or has
 // joined the job and is not ready.
 std::shared_ptr<const Roster> LineMembers::rosterOf(const Successor& successor) const {
-  auto roster = std::make_shared<Roster>(*job_->roster());
+  auto roster = std::make_shared<Roster>(*job()->roster());
   for (int r = 0; r < size(); ++r) {
     const auto jobRank = size_t(jobRanks_[size_t(r)]);
     auto& holder = roster->term.holders[jobRank];

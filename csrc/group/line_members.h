@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "group/line_words.h"
 #include "membership/membership.h"
 
@@ -17,10 +18,14 @@ class LineMembers {
   // `jobRanks`: by rank of the group. `identity`: of the line.
   LineMembers(std::shared_ptr<Membership> job, std::string identity, int rank,
               std::vector<int> jobRanks)
-      : job_(std::move(job)),
-        identity_(std::move(identity)),
+      : identity_(std::move(identity)),
         rank_(rank),
-        jobRanks_(std::move(jobRanks)) {}
+        jobRanks_(std::move(jobRanks)),
+        job_(std::move(job)) {}
+
+  std::shared_ptr<Membership> job() const EXCLUDES(mutex_);
+  // This process has come back into the job, as another member of it.
+  void use(std::shared_ptr<Membership> job) EXCLUDES(mutex_);
 
   // Before the first word. 0: none yet.
   void useTopic(uint64_t topic) { topic_ = topic; }
@@ -38,11 +43,12 @@ class LineMembers {
   std::shared_ptr<const Roster> rosterOf(const Successor& successor) const;
 
  private:
-  const std::shared_ptr<Membership> job_;
   const std::string identity_;
   const int rank_;
   const std::vector<int> jobRanks_;
   uint64_t topic_ = 0;
+  mutable Mutex mutex_;
+  std::shared_ptr<Membership> job_ GUARDED_BY(mutex_);
 };
 
 }  // namespace mooncake

@@ -90,11 +90,11 @@ GroupOptions withExtent(GroupOptions options, int extent) {
   return options;
 }
 
-Error notActive(const Group& group) {
+Error notActive(const Group& group, const std::string& how) {
   return {ErrorCode::kRefused, "invalid state: this rank is not active in group '" + group.name() +
-                                   "', " + group.nameRank(group.rank()) +
-                                   " was taken out by deactivate_ranks. It may come back with "
-                                   "join_group, which members answer with activate_ranks"};
+                                   "': " + group.nameRank(group.rank()) + " " + how +
+                                   ". It comes back with join_group, which members answer with "
+                                   "activate_ranks"};
 }
 
 }  // namespace mooncake

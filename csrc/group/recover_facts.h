@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "base/result.h"
@@ -32,7 +33,8 @@ Error notMoved(const Group& group, const Successor& wanted, const Status& why);
 Error anotherChange(const Group& group);
 Error notLetIn(const GroupOptions& group);
 GroupOptions withExtent(GroupOptions options, int extent);
-// Of each call of a rank that was taken out. SGLang looks for "invalid state" and "rank is not active".
-Error notActive(const Group& group);
+// Of each call of a rank that is out and may come back. SGLang looks for "invalid state" and "rank is
+// not active". `how`: "was taken out ...".
+Error notActive(const Group& group, const std::string& how);
 
 }  // namespace mooncake

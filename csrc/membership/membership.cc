@@ -31,6 +31,9 @@ constexpr Clock::duration kMostGoodbyePause = milliseconds(250);
 // Reason in the goodbye of a rank that is over, for peers that still count it as a member.
 constexpr const char* kGaveUp = "it took itself to be on the smaller side and gave up";
 
+// What a process can do without which the job goes on.
+constexpr const char* kComesBack = ". It comes back with join_group, or ends";
+
 // A rank without a peer is this process itself, or out: then the first view is not that of all ranks,
 // and groups hear of it.
 std::shared_ptr<const Roster> firstRoster(const EngineId& self,
@@ -643,7 +646,7 @@ Error Membership::evictedBy(const ViewActions::Eviction& eviction) const {
           "invalid state: this rank is not active: the job goes on without rank " +
               std::to_string(rank) + " in epoch " + std::to_string(eviction.epoch) + ", as rank " +
               std::to_string(eviction.toldBy) + " said and we learned at " + nowInWords() +
-              "; rank " + std::to_string(by) + " accused it: " + nameOf(cause)};
+              "; rank " + std::to_string(by) + " accused it: " + nameOf(cause) + kComesBack};
 }
 
 Error Membership::inMinority() const {
@@ -669,7 +672,8 @@ Error Membership::inMinority() const {
   return {ErrorCode::kMinority,
           "too few ranks are left on this side to go on: of " + listOf(agreement_.view().active) +
               " of epoch " + std::to_string(agreement_.view().epoch) + " we have lost " +
-              causes.join(", ", phrase) + ", which may go on without us; since " + nowInWords()};
+              causes.join(", ", phrase) + ", which may go on without us; since " + nowInWords() +
+              kComesBack};
 }
 
 // Adds a connection that came after its rank had entered the roster.

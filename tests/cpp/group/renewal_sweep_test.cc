@@ -421,9 +421,8 @@ class Process {
     GroupOptions series = groupOptions();
     for (int r = 0; r < case_.size; ++r) series.jobRanks.push_back(r);
     line_ = std::make_unique<GroupLine>(
-        std::move(first), events_,
-        GroupLine::Options{.job = std::move(job),
-                           .group = std::move(series),
+        std::move(job), std::move(first), events_,
+        GroupLine::Options{.group = std::move(series),
                            .identity = "line of the sweep",
                            .isNewcomer = isNewcomer,
                            .onDue =
