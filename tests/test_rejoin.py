@@ -516,13 +516,14 @@ ROOT = Path(__file__).parent.parent
         ("replacing.md", "replaceable.py", "step 100: 4 ranks", "step 600: 4 ranks"),
         ("serving.md", "serve.py", "step 100: 0 of 16 tokens", "step 600: 0 of 16 tokens"),
         ("changing.md", "drain.py", "step 100: 4 ranks", "step 600: 4 ranks"),
+        ("changing.md", "asleep.py", "step 100: 4 ranks", "step 600: 4 ranks"),
     ],
 )
 def test_the_program_of_the_page(tmp_path, page, name, first, last):
     replaces = page != "changing.md"
     page = (ROOT / "docs" / page).read_text(encoding="utf-8")
     program = re.search(rf"<!-- {name}.*?```python\n(.*?)```", page, re.DOTALL)
-    command = re.search(r"```bash\n(mooncake-run .*?)\n```", page)
+    command = re.search(rf"```bash\n(mooncake-run .*?{name})\n```", page)
     assert program
     assert command
     (tmp_path / name).write_text(program[1], encoding="utf-8")

@@ -4,11 +4,13 @@ ones that wake up, and the smaller side of a partition."""
 from __future__ import annotations
 
 import harness
+import hosts
 import pytest
 import torch
 import torch.distributed as dist
 from harness import raised, until
 from test_recovery import begin, total
+from test_rejoin import EXPERTS, KINDS, TOKENS, tokens
 
 import mooncake_backend
 from mooncake import pg
@@ -91,19 +93,210 @@ def stopped_and_back(me: harness.Rank, victim: int, rounds: int):
     return total(me.rank)
 
 
+def stop_and_wake(crew: harness.Crew, function, victim: int, rounds: int, *args) -> list:
+    """Runs function(rank, victim, *args) while the victim is stopped and woken in each round.
+    Returns the results."""
+    crew.start(function, victim, *args)
+    stay = [rank for rank in range(crew.size) if rank != victim]
+    for turn in range(rounds):
+        crew.board.wait_all(f"whole{turn}", range(crew.size))
+        crew.stop(victim)
+        crew.board.wait_all(f"without{turn}", stay)
+        crew.cont(victim)
+        crew.board.set(f"woken{turn}")
+    return crew.results()
+
+
 @pytest.mark.parametrize("on_failure", ["continue", "raise"])
 @pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
 @pytest.mark.parametrize("victim", [2, 0])
 def test_a_stopped_rank_comes_back(transports, on_failure, victim):
-    rounds = 3
     environment = {"MOONCAKE_ON_FAILURE": on_failure, "MOONCAKE_TRANSPORTS": transports, **QUICK}
     with harness.Crew(SIZE, backend=None, env=environment) as crew:
-        crew.start(stopped_and_back, victim, rounds)
-        stay = [rank for rank in range(SIZE) if rank != victim]
-        for turn in range(rounds):
-            crew.board.wait_all(f"whole{turn}", range(SIZE))
-            crew.stop(victim)
-            crew.board.wait_all(f"without{turn}", stay)
-            crew.cont(victim)
-            crew.board.set(f"woken{turn}")
-        assert crew.results() == [FULL] * SIZE
+        assert stop_and_wake(crew, stopped_and_back, victim, 3, 3) == [FULL] * SIZE
+
+
+# ---- experts, memory of the group
+
+
+def experts(me: harness.Rank, victim: int, kind: str):
+    """Buffers are used by all that are there: see test_rejoin.infer()."""
+    me.init("mooncake-cpu")
+    world = dist.group.WORLD
+    backend = world._get_backend(torch.device("cpu"))
+    kept = None
+    if hasattr(backend, "allocate_tensor"):
+        kept = backend.allocate_tensor(1000, dtype=torch.int64, device=torch.device("cpu"))
+        kept.copy_(torch.arange(1000))
+    weights = torch.full((TOKENS, 2), 0.5)
+    turn, calls = 0, KINDS[kind](me)
+
+    def infer(turns: int) -> torch.Tensor:
+        nonlocal turn
+        for _ in range(turns):
+            turn += 1
+            x, chosen = tokens(me.rank, turn)
+            active = torch.ones(me.size, dtype=torch.int32)
+            combined = calls.turn(turn, x, chosen, weights, active)
+            there = active.bool()
+            parts = there[chosen // (EXPERTS // me.size)].sum(1, keepdim=True)
+            assert torch.equal(combined, (x.float() * parts * 0.5).bfloat16()), turn
+        return there
+
+    for cycle in range(2):
+        assert infer(2).all()
+        me.board.set(f"whole{cycle}-{me.rank}")
+        if me.rank == victim:
+            me.board.wait(f"woken{cycle}")
+            kind_of, text = raised(lambda: [infer(1) for _ in range(1_000_000)])
+            assert kind_of == "EvictedError", text
+            assert raised(KINDS[kind], me)[0] == "EvictedError"
+            pg.join_group(world)
+            turn, calls = me.board.wait(f"turn{cycle}"), KINDS[kind](me)
+        else:
+            until(lambda: not infer(1)[victim], "that the stopped rank is out")
+            me.board.set(f"without{cycle}-{me.rank}")
+            until(lambda: states(world)[victim], "that it is back")
+            me.board.set(f"turn{cycle}", turn)
+            assert pg.recover_ranks(world, [victim]).status is APPLIED
+            calls.buffer.update_ep_member()
+    assert infer(2).all()
+    if kept is not None:
+        assert (kept == torch.arange(1000)).all()
+    return turn
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_a_stopped_rank(kind):
+    with harness.Crew(SIZE, backend=None, env=QUICK) as crew:
+        assert len(set(stop_and_wake(crew, experts, 1, 2, kind))) == 1
+
+
+# ---- the smaller side of a partition
+
+
+def cut_off(me: harness.Rank, winners: list[int]):
+    begin(me)
+    world = dist.group.WORLD
+    everybody = total(me.rank)
+    me.board.set(f"turn-{me.rank}")
+    if me.rank in winners:
+        rest = sum(2**rank for rank in winners)
+        until(lambda: tried_in(world, me.rank) == rest, "that the other host is out")
+        others = [rank for rank in range(me.size) if rank not in winners]
+        until(lambda: all(pg.get_peer_state(world, others)), "that the other host is back")
+        assert pg.recover_ranks(world, others).status is APPLIED
+    else:
+        kind, text = raised(lambda: [sum_in(world, me.rank) for _ in range(1_000_000)])
+        assert kind == "MinorityError", text
+        assert "join_group" in text
+        me.board.set(f"minority-{me.rank}")
+        pg.join_group(world)  # while the link is still down
+    assert total(me.rank) == everybody
+    return sorted(mooncake_backend.get_active_ranks(world).tolist())
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(bool(hosts.why_not()), reason=str(hosts.why_not()))
+@pytest.mark.parametrize(("layout", "cut"), [((2, 2), 1), ((1, 2), 0)], ids=["2+2", "1+2"])
+def test_the_smaller_side_of_a_partition_comes_back(layout, cut):
+    size = sum(layout)
+    host_of = [host for host, ranks in enumerate(layout) for _ in range(ranks)]
+    winners = [rank for rank in range(size) if host_of[rank] != cut]
+    lost = [rank for rank in range(size) if host_of[rank] == cut]
+    with hosts.Hosts(len(layout), v6=False) as net, harness.Crew(
+        size, backend=None, env=QUICK, namespaces=[net[host].namespace for host in host_of]
+    ) as crew:  # fmt: skip
+        crew.start(cut_off, winners)
+        crew.board.wait_all("turn", range(size))
+        net.link(cut, up=False)
+        crew.board.wait_all("minority", lost)
+        net.link(cut, up=True)
+        assert crew.results() == [[1] * size] * size
+
+
+# ---- who cannot come back
+
+
+def too_late(me: harness.Rank, victim: int):
+    """A new process has the place of the stopped one."""
+    is_new = begin(me) is not None and me.board.has("replaced")
+    world = dist.group.WORLD
+    if is_new:
+        pg.join_group(world)
+    else:
+        assert total(me.rank) == FULL
+        me.board.set(f"whole0-{me.rank}")
+    if me.rank == victim and not is_new:
+        me.board.wait("woken0")
+        raised(lambda: [sum_in(world, me.rank) for _ in range(1_000_000)])
+        kind, text = raised(pg.join_group, world)
+        assert kind in ("RuntimeError", "DistBackendError")
+        assert f"rank {victim} cannot come back" in text
+        assert "held by a living process" in text
+        assert raised(dist.all_reduce, torch.ones(1))[0] == "EvictedError"
+        me.board.set("refused")
+        return None
+    if not is_new:
+        until(lambda: tried_in(world, me.rank) == FULL - 2**victim, "that it is out")
+        me.board.set(f"without0-{me.rank}")
+        until(lambda: states(world)[victim], "a new process")
+        assert pg.recover_ranks(world, [victim]).status is APPLIED
+    assert total(me.rank) == FULL
+    me.board.set(f"full-{me.rank}")
+    me.board.wait("refused")
+    return total(me.rank)
+
+
+def test_the_place_of_a_stopped_rank_is_taken():
+    victim = 1
+    stay = [rank for rank in range(SIZE) if rank != victim]
+    with harness.Crew(SIZE, backend=None, env=QUICK) as crew:
+        crew.start(too_late, victim)
+        crew.board.wait_all("whole0", range(SIZE))
+        crew.stop(victim)
+        crew.board.wait_all("without0", stay)
+        crew.board.set("replaced")
+        link, process = crew._start_rank(victim, {"MOONCAKE_REJOIN": "1"})
+        link.send((too_late, (victim,)))
+        crew.board.wait_all("full", range(SIZE))
+        crew.cont(victim)
+        crew.board.set("woken0")
+        assert crew.results() == [None if rank == victim else FULL for rank in range(SIZE)]
+        assert link.recv().value == FULL
+        link.close()
+        process.join()
+
+
+def nobody_left(me: harness.Rank, victim: int):
+    begin(me)
+    world = dist.group.WORLD
+    assert total(me.rank) == FULL
+    me.board.set(f"whole0-{me.rank}")
+    if me.rank != victim:
+        until(lambda: tried_in(world, me.rank) == FULL - 2**victim, "that it is out")
+        me.board.set(f"without0-{me.rank}")
+        me.board.wait("never")
+    me.board.wait("woken0")
+    kind, text = raised(lambda: [sum_in(world, me.rank) for _ in range(1_000_000)])
+    assert kind in ("EvictedError", "MinorityError"), text
+    kind, text = raised(pg.join_group, world)
+    assert kind in ("RuntimeError", "DistBackendError")
+    assert f"rank {victim} cannot come back" in text
+    assert raised(dist.barrier)[0] in ("EvictedError", "MinorityError")
+
+
+def test_nobody_is_left_to_come_back_to():
+    victim = 1
+    stay = [rank for rank in range(SIZE) if rank != victim]
+    with harness.Crew(SIZE, backend=None, env=QUICK) as crew:
+        crew.start(nobody_left, victim)
+        crew.board.wait_all("whole0", range(SIZE))
+        crew.stop(victim)
+        crew.board.wait_all("without0", stay)
+        for rank in stay:
+            crew.kill(rank)
+        crew.cont(victim)
+        crew.board.set("woken0")
+        crew.results(dead=stay)
+        crew.broken = True

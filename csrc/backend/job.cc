@@ -115,6 +115,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
                                  const GroupOptions& options, Deadline deadline) {
   std::unique_ptr<Generation> generation;  // null: the token tells
   JoinToken token;
+  // The launcher's notices name the rank that this process replaces.
   C10dStore shared(store, deadline, "");
   routeHint_ = rendezvousHost(store);
   if (token_.empty()) {
@@ -136,7 +137,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
     key_.assign(own.begin(), own.end());
   }
   identity_ = identityOf(options);
-  enter(
+  throwIfError(enter(
       size_,
       [&] {
         if (!generation) return token.members;
@@ -146,7 +147,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
         for (const Bytes& one : *published) members.push_back(orThrow(Group::endpointIn(one)));
         return members;
       },
-      deadline);
+      deadline));
   // Later processes may find no founding member. Without the store, they find none of us either.
   if (generation) (void)publishLater(*generation, Group::kPublished, Group::publishedBy(*engine()));
   GroupOptions alone = options;
@@ -155,10 +156,9 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
 }
 
 // `size`: number of ranks of which this process knows. `members` is asked before each attempt.
-void Job::enter(int size, const FindMembers& members, Deadline deadline) {
-  auto env = MembershipEnv::read();
-  // The launcher's notices name the rank that this process replaces.
-  if (!env.ok()) throwError(env.error());
+Status Job::enter(int size, const FindMembers& members, Deadline deadline) {
+  const auto env = MembershipEnv::read();
+  if (!env.ok()) return env.error();
   std::optional<Clock::time_point> aloneSince;  // no member has been reached since then
   for (;;) {
     const JoinOptions asked{.identity = identity_,
@@ -176,7 +176,8 @@ void Job::enter(int size, const FindMembers& members, Deadline deadline) {
       Lock lock(placeMutex_);
       engine_ = engine;
       membership_ = std::move(*joined);
-      break;
+      failpoint("joined");
+      return {};
     }
     const ErrorCode why = joined.error().code;
     const bool mayPass =
@@ -185,10 +186,9 @@ void Job::enter(int size, const FindMembers& members, Deadline deadline) {
     if (why != ErrorCode::kPeerLost) aloneSince.reset();
     if (why == ErrorCode::kPeerLost && !aloneSince) aloneSince = now;
     const bool isOver = aloneSince && now - *aloneSince > 2 * env_.failureTimeout;
-    if (!mayPass || lent_ || isOver || deadline.passed()) throwError(joined.error());
+    if (!mayPass || lent_ || isOver || deadline.passed()) return joined.error();
     log(LogLevel::kInfo, engine->logName(), joined.error().message, "; it asks again");
   }
-  failpoint("joined");
 }
 
 void Job::enterAgain(Deadline deadline) {
@@ -204,10 +204,15 @@ void Job::enterAgain(Deadline deadline) {
   std::vector<Bytes> known;
   for (int rank = 0; rank < before->size(); ++rank) {
     const auto peer = before->peer(rank);
-    Bytes endpoint = peer ? before->engine().endpointOf(peer->id) : Bytes();
+    Bytes endpoint = peer ? before->engine().endpointOf(*peer) : Bytes();
     if (!endpoint.empty()) known.push_back(std::move(endpoint));
   }
-  enter(before->size(), [&] { return known; }, deadline);
+  const Status entered = enter(
+      before->size(), [&] { return known; }, deadline);
+  if (!entered.ok())
+    throwError(
+        {ErrorCode::kRefused, "rank " + std::to_string(rank_) +
+                                  " cannot come back into the job: " + entered.error().message});
 }
 
 void Job::checkKey(const char* what) const {
@@ -266,8 +271,7 @@ std::unique_ptr<Group> Job::makeGroup(const Group& parent, GroupOptions options,
   if (hasLeft_) throwError({ErrorCode::kAborted, "the process group was destroyed"});
   const auto membership = this->membership();
   throwIfError(membership->standing());
-  return orThrow(
-      Group::createWithin(membership, std::move(options), deadline, parent.roster()));
+  return orThrow(Group::createWithin(membership, std::move(options), deadline, parent.roster()));
 }
 
 void Job::add(const void* group, std::function<void(Farewell::How)> leave) {

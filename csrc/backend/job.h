@@ -82,18 +82,18 @@ class Job {
   JobIdentity identityOf(const GroupOptions& group) const;
   void checkKey(const char* what) const;
   std::shared_ptr<Engine> makeEngine() const;
-  void enter(int size, const FindMembers& members, Deadline deadline) EXCLUDES(placeMutex_);
+  Status enter(int size, const FindMembers& members, Deadline deadline) EXCLUDES(placeMutex_);
 
   const int rank_;
   const int size_;
   const EngineEnv env_;
   const std::shared_ptr<Engine> lent_;
   const std::string launcherKey_;
-  const Bytes token_;                 // empty: there is none
-  std::string id_;                    // JobIdentity::job
+  const Bytes token_;  // empty: there is none
+  std::string id_;     // JobIdentity::job
   JobIdentity identity_;
-  Bytes key_;              // the job's
-  std::string routeHint_;  // EngineEnv::routeHint
+  Bytes key_;                         // the job's
+  std::string routeHint_;             // EngineEnv::routeHint
   MergeStore::Members mergeMembers_;  // until begin()
   // For awaitRankZerosExit(). Null on rank 0: its server ends when the program drops the store.
   c10::intrusive_ptr<c10d::Store> rankZeroStore_;

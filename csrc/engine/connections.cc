@@ -57,7 +57,13 @@ void Connections::keepEndpoint(const EngineId& id, ByteView endpoint) {
     endpoints_[id] = Bytes(endpoint.begin(), endpoint.end());
   } else {
     endpoints_.erase(id);
+    if (peer) peer->lastEndpoint.assign(endpoint.begin(), endpoint.end());
   }
+}
+
+void Connections::dropEndpoint(Peer& peer) {
+  const auto known = endpoints_.extract(peer.id);
+  if (known) peer.lastEndpoint = std::move(known.mapped());
 }
 
 // Returns whether an admitted peer's channel is still expected.
@@ -158,7 +164,7 @@ Result<std::shared_ptr<Channel>> Connections::call(const EngineId& id, ByteView 
 void Connections::forgetUnderLock(const std::shared_ptr<Peer>& peer) {
   if (peer->hasLateWrites()) lateWriters_.push_back(peer);
   peers_.erase(peer->id);
-  endpoints_.erase(peer->id);
+  dropEndpoint(*peer);
 }
 
 std::vector<std::shared_ptr<Peer>> Connections::lateWriters() {
@@ -258,6 +264,12 @@ Bytes Connections::endpointOf(const EngineId& id) const {
   return found == endpoints_.end() ? Bytes() : found->second;
 }
 
+Bytes Connections::endpointOf(const Peer& peer) const {
+  Lock lock(mutex_);
+  const auto found = endpoints_.find(peer.id);
+  return found == endpoints_.end() ? peer.lastEndpoint : found->second;
+}
+
 void Connections::noteEndpoint(const EngineId& id, ByteView endpoint, const std::string& name) {
   Lock lock(mutex_);
   const auto peer = known(id);
@@ -276,7 +288,7 @@ std::shared_ptr<Peer> Connections::end(const EngineId& id, const Evidence& evide
   if (peer->disconnected) return nullptr;
   peer->evidence = evidence;
   peer->disconnected = true;
-  endpoints_.erase(id);
+  dropEndpoint(*peer);
   return peer;
 }
 

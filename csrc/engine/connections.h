@@ -59,6 +59,7 @@ class Connections {
   std::map<EngineId, std::shared_ptr<Peer>> all() const;
   // Returns the endpoint of a connected peer; empty: it is not known.
   Bytes endpointOf(const EngineId& id) const;
+  Bytes endpointOf(const Peer& peer) const;  // also of one that is disconnected or forgotten
   // Keeps the endpoint of a connected peer that has called us, and names it for the log.
   void noteEndpoint(const EngineId& id, ByteView endpoint, const std::string& name);
   // Marks the peer as disconnected, for this reason. Returns it if it was not marked before, else
@@ -92,6 +93,7 @@ class Connections {
   Result<std::shared_ptr<Channel>> call(const EngineId& id, ByteView endpoint, Deadline deadline,
                                         const StopSignal* stop);
   void keepEndpoint(const EngineId& id, ByteView endpoint) REQUIRES(mutex_);
+  void dropEndpoint(Peer& peer) REQUIRES(mutex_);
   bool isComing(const EngineId& id) const REQUIRES(mutex_);
   void collect() EXCLUDES(mutex_);
   void forgetUnderLock(const std::shared_ptr<Peer>& peer) REQUIRES(mutex_);

@@ -132,6 +132,8 @@ class Engine {
   // Returns the endpoint of a connected peer; empty: it is not known, as that of a peer that has
   // called us, unless keepEndpoint() told it. Any thread.
   Bytes endpointOf(const EngineId& id) const { return connections_->endpointOf(id); }
+  // Also of a peer that is disconnected or forgotten.
+  Bytes endpointOf(const Peer& peer) const { return connections_->endpointOf(peer); }
   void keepEndpoint(const EngineId& id, ByteView endpoint, const std::string& name) {
     connections_->noteEndpoint(id, endpoint, name);
   }

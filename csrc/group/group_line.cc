@@ -138,9 +138,9 @@ bool GroupLine::lastMoveHas(const Newcomer& newcomer) const {
 
 bool GroupLine::isNext(const Successor& successor) const {
   return isIn_ ? successor.series == series_ + 1
-               : isJoining_ && std::ranges::count(
-                                   successor.newcomers,
-                                   Newcomer{options_.group.rank, members_.job()->engine().id()}) > 0;
+               : isJoining_ && std::ranges::count(successor.newcomers,
+                                                  Newcomer{options_.group.rank,
+                                                           members_.job()->engine().id()}) > 0;
 }
 
 bool GroupLine::isBehind(const Successor& successor) const {

@@ -157,7 +157,7 @@ class GroupLine {
   ReadyNewcomers ready_ GUARDED_BY(mutex_);
   SuccessorTable successors_ GUARDED_BY(mutex_);
   uint32_t proposals_ GUARDED_BY(mutex_) = 0;
-  std::optional<uint64_t> due_ GUARDED_BY(mutex_);        // newcomer: where it moves
+  std::optional<uint64_t> due_ GUARDED_BY(mutex_);     // newcomer: where it moves
   std::shared_ptr<Group> outside_ GUARDED_BY(mutex_);  // where a rank moves that has entered again
   std::optional<Successor> lastMove_ GUARDED_BY(mutex_);  // told again to newcomers that missed it
   std::vector<int> retired_ GUARDED_BY(mutex_);  // Successor::retired of the present series

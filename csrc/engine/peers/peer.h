@@ -26,6 +26,8 @@ struct Peer : std::enable_shared_from_this<Peer> {
   // Under the engine's lock: this side is forgetting the peer and about to disconnect it. A caller
   // that asks for the peer now gets a new object.
   bool isBeingForgotten = false;
+  // Under the engine's lock: Engine::endpoint() of the peer, once it is disconnected or forgotten.
+  Bytes lastEndpoint;
 
   // Returns whether the process has certainly ended, so that it touches no memory any more. Always
   // false for a peer on another host. Also false after a goodbye, if our pid namespace does not
