@@ -51,6 +51,14 @@ class MooncakeBackend(Backend):
     def survivors(self) -> list[int]:
         """Ranks of the group that are in the job's view, in ascending order."""
 
+    @property
+    def job_ranks(self) -> list[int]:
+        """Rank of the job of each rank of the group. -1: none has come yet."""
+
+    def show_losses(self) -> None:
+        """With auto_sync_on_failure=False and auto_deactivate_on_failure=True: get_active_ranks()
+        shows the ranks that are active now."""
+
     is_newcomer: bool
     is_removed: bool
     room: int

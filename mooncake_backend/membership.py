@@ -227,6 +227,7 @@ def sync_after_failure(group: Any) -> SyncAfterFailureResponse:
             )
             return SyncAfterFailureResponse(SyncAfterFailureStatus.Rejected, reason)
         time.sleep(_LOOK_AGAIN)
+    backend.show_losses()
     lost = {seen.rank for seen in get_evidence(group) if seen.kind != "goodbye"} - survivors
     is_news = backend.note_losses(sorted(lost))
     return SyncAfterFailureResponse(

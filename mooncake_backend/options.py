@@ -37,19 +37,7 @@ _FAILURE_TIMEOUTS = (0.01, 86400.0)
 # Largest timeout in microseconds: 31 years.
 _MOST_MICROSECONDS = 10**15
 
-# Settings that this version lacks, and why. If it ignored them, a caller would rely on them.
-_MISSING = {
-    "auto_deactivate_on_failure": "auto_deactivate_on_failure=False is not available in this "
-    "version: keeping a lost rank in the group until deactivate_ranks() is missing. A lost rank is "
-    'always taken out; on_failure="raise" makes each loss an error that the caller sees',
-    "auto_sync_on_failure": "auto_sync_on_failure=False is not available in this version: putting "
-    "off the survivors' agreement until sync_after_failure() is missing. They always agree before "
-    'an operation returns; on_failure="raise" makes each loss an error that the caller sees',
-}
-_DEFAULTS = {
-    "auto_deactivate_on_failure": True,
-    "auto_sync_on_failure": True,
-}
+_FLAGS = ("auto_deactivate_on_failure", "auto_sync_on_failure")
 
 
 def set_host_ip(host: str) -> None:
@@ -127,13 +115,16 @@ class MooncakeBackendOptions:
     """`pg_options` of init_process_group and new_group.
 
     active_ranks: int32 tensor in which the group marks each rank, 1 = alive, 0 = lost
-    max_group_size: number of ranks that the default group may grow to; None is its first size.
+    max_group_size: number of ranks that the group may grow to; None is its first size.
     Memory is laid out for as many, on all ranks. At most 64: the largest tested group. Other groups
     do not grow
     is_extension: this process comes to a running job, in place of a lost rank or behind the last
     one, as MOONCAKE_REJOIN=1 says for the default group. The group has it alone until join_group()
-    auto_deactivate_on_failure, auto_sync_on_failure: only the defaults work; another value raises
-    NotImplementedError, which names the missing feature
+    auto_sync_on_failure: False: get_active_ranks() shows a lost rank as active, and
+    get_local_success() is False for each operation that lacks it, until sync_after_failure()
+    auto_deactivate_on_failure: False, only with auto_sync_on_failure=False: until
+    deactivate_ranks(), or another change of the group. Operations go on without the rank all the
+    same. Both the same on all ranks
     transports: names in order of preference; None allows all
     failure_timeout: seconds after which a silent rank counts as lost, from 0.01 to a day; None is
     the default
@@ -227,7 +218,7 @@ class MooncakeBackendOptions:
                 raise ValueError(f"active_ranks must be an int32 tensor, not {ranks.dtype}")
             if ranks.dim() != 1 or not ranks.is_contiguous():
                 raise ValueError("active_ranks must be contiguous and have one dimension")
-        for name in ("is_extension", *_DEFAULTS):
+        for name in ("is_extension", *_FLAGS):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.max_group_size == -1:
@@ -238,9 +229,11 @@ class MooncakeBackendOptions:
             if self.max_group_size < 1:
                 raise ValueError(f"max_group_size must be positive, not {self.max_group_size}")
             self.max_group_size = int(self.max_group_size)
-        for name, default in _DEFAULTS.items():
-            if getattr(self, name) != default:
-                raise NotImplementedError(_MISSING[name])
+        if self.auto_sync_on_failure and not self.auto_deactivate_on_failure:
+            raise ValueError(
+                "auto_deactivate_on_failure=False needs auto_sync_on_failure=False: a lost rank "
+                "that stays until deactivate_ranks() cannot be taken out before"
+            )
         if self.transports is not None:
             if isinstance(self.transports, str):
                 raise TypeError(f"transports must be a tuple of names: ({self.transports!r},)")
@@ -262,17 +255,10 @@ class MooncakeBackendOptions:
     @classmethod
     def from_environment(cls) -> MooncakeBackendOptions:
         """Default options, from the environment, for a group without options."""
-        if not env_flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"):
-            raise NotImplementedError(
-                "MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE is off and asks for "
-                + _MISSING["auto_deactivate_on_failure"]
-            )
-        if not env_flag("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"):
-            raise NotImplementedError(
-                "MOONCAKE_PG_AUTO_SYNC_ON_FAILURE is off and asks for "
-                + _MISSING["auto_sync_on_failure"]
-            )
-        return cls()
+        return cls(
+            auto_deactivate_on_failure=env_flag("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE"),
+            auto_sync_on_failure=env_flag("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE"),
+        )
 
     def for_group(self, size: int) -> dict[str, Any]:
         """The options as a dict, for the extension and a group of `size` ranks. Checks the options
@@ -294,8 +280,12 @@ class MooncakeBackendOptions:
             raise ValueError(
                 f"active_ranks has {ranks.numel()} elements, the group may have {capacity} ranks"
             )
+        stays_until = None if self.auto_sync_on_failure else "synced"
+        if not self.auto_deactivate_on_failure:
+            stays_until = "deactivated"
         return {
             "active_ranks": ranks,
+            "lost_ranks_stay_until": stays_until,
             "reads_active_ranks": self.active_ranks is not None,
             "max_group_size": capacity,
             "transports": None if self.transports is None else list(self.transports),

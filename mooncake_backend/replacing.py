@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from mooncake_backend.group import backend_of
+from mooncake_backend.group import backend_of, find_backend
 from mooncake_backend.token import text_of
 
 # How long recover_ranks() waits for a process that has not called join_group() yet, in seconds.
@@ -144,15 +144,16 @@ def admit(group: Any) -> list[int]:
 
 
 def note_growth() -> None:
-    """Tells torch the global ranks by which the default group has grown. Others do not grow."""
+    """Tells torch the global ranks by which groups have grown."""
     if not torch.distributed.is_initialized():
         return
-    world = torch.distributed.group.WORLD
-    if world is None:
-        return
-    named = torch.distributed.distributed_c10d._world.pg_group_ranks[world]
-    for rank in range(len(named), world.size()):
-        named[rank] = rank
+    for group, named in torch.distributed.distributed_c10d._world.pg_group_ranks.items():
+        if not isinstance(group, torch.distributed.ProcessGroup):
+            continue  # stands for groups without this rank
+        backend = find_backend(group) if len(named) < group.size() else None
+        for rank, of_job in enumerate(backend.job_ranks if backend else []):
+            if of_job not in named and of_job >= 0:
+                named[of_job] = rank
 
 
 def _refuse_in_capture(name: str) -> None:

@@ -321,6 +321,60 @@ def test_a_rank_that_is_dead_or_stopped_is_taken_out(number):
     assert [one for rank, one in enumerate(found) if rank != LEAVER] == [(REST, True)] * 3
 
 
+# ---- lost ranks that stay in sight
+
+
+def stays_in_sight(me: harness.Rank, until: str):
+    options = pg.MooncakeBackendOptions(
+        auto_deactivate_on_failure=until != "deactivated", auto_sync_on_failure=False
+    )
+    me.init("mooncake-cpu", options=options)
+    world = dist.group.WORLD
+
+    def step() -> tuple[int, bool, list[int], list[int]]:
+        tensor = torch.tensor(2**me.rank)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        hint = pg.get_failed_ranks_hint(work).tolist()
+        return (
+            int(tensor), pg.get_local_success(work), hint, pg.get_active_ranks(world).tolist()
+        )  # fmt: skip
+
+    everybody, none = [1] * SIZE, [0] * SIZE
+    assert step() == (FULL, True, none, everybody)
+    me.board.set(f"began-{me.rank}")
+    if me.rank == LEAVER:
+        me.board.wait("never")
+    me.board.wait("killed")
+    hint = [int(rank == LEAVER) for rank in range(SIZE)]
+    rest = [1 - one for one in hint]
+    for _ in range(3):
+        assert step() == (REST, False, hint, everybody)
+    status = pg.sync_after_failure(world).status
+    assert status is pg.SyncAfterFailureStatus.Reconciled
+    assert states(world) == [bool(one) for one in rest]
+    if until == "deactivated":
+        assert step() == (REST, False, hint, everybody)
+        if me.rank == 0:
+            assert pg.deactivate_ranks(world, [LEAVER]).status is APPLIED
+        harness.until(lambda: is_out(world), "that the lost rank is out of sight")
+    assert step() == (REST, True, none, rest)
+    assert pg.deactivate_ranks(world, [LEAVER]).status is APPLIED
+    assert step() == (REST, True, none, rest)
+    assert dist.get_world_size() == SIZE
+
+
+@pytest.mark.parametrize("until", ["synced", "deactivated"])
+def test_a_lost_rank_stays_in_sight(until):
+    with harness.Crew(SIZE, backend=None) as crew:
+        crew.start(stays_in_sight, until)
+        crew.board.wait_all("began", range(SIZE))
+        crew.kill(LEAVER)
+        crew.board.set("killed")
+        crew.results(dead=[LEAVER])
+        crew.broken = True
+
+
 # ---- subgroups, experts, wrong calls
 
 

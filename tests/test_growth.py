@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import harness
 import pytest
@@ -287,3 +288,126 @@ def calls_of_other_sizes(me: harness.Rank):
 def test_a_call_with_parts_for_fewer_ranks():
     with harness.Crew(3, backend=None) as crew:
         crew.call(calls_of_other_sizes)
+
+
+# ---- groups within the default group
+
+
+# Ranks of the job, by rank of the group. Ranks from 2 on come later.
+LISTS = [[0, 2], [1, 3], [0, 1, 2, 3]]
+
+
+def make_groups(me: harness.Rank, is_late: bool) -> list[tuple[list[int], dist.ProcessGroup]]:
+    """The groups of LISTS that have this rank, of the ranks that are there."""
+    made = []
+    for ranks in LISTS:
+        there = ranks if is_late else [rank for rank in ranks if rank < 2]
+        options = pg.MooncakeBackendOptions(len(ranks), is_late)
+        group = dist.new_group(there, pg_options=options)
+        if me.rank in there:
+            made.append((ranks, group))
+    return made
+
+
+def calls_of(group: dist.ProcessGroup, ranks: list[int]) -> None:
+    """Calls of all ranks of a group, which has these ranks of the job."""
+    # A new process may have named further ones.
+    assert dist.get_process_group_ranks(group)[: len(ranks)] == ranks
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    assert size == len(ranks)
+    assert ranks[rank] == dist.get_rank()
+    assert pg.get_active_ranks(group)[:size].tolist() == [1] * size
+    own = torch.tensor([float(dist.get_rank())])
+    parts = list(torch.zeros(size, 1))
+    dist.all_gather(parts, own, group=group)
+    assert [int(part) for part in parts] == ranks
+    mine = torch.zeros(1)
+    dist.reduce_scatter_tensor(mine, torch.arange(float(size)), group=group)
+    assert mine.item() == size * rank
+    got = torch.zeros(size)
+    dist.all_to_all_single(got, own.repeat(size), group=group)
+    assert got.tolist() == ranks
+    for root in ranks:
+        one = own.clone()
+        dist.broadcast(one, root, group=group)
+        assert one.item() == root
+    left, right = ranks[(rank - 1) % size], ranks[(rank + 1) % size]
+    if size > 1:
+        got = torch.zeros(1)
+        works = [dist.irecv(got, left, group=group), dist.isend(own, right, group=group)]
+        for work in works:
+            work.wait()
+        assert got.item() == left
+    dist.barrier(group=group)
+
+
+def let_in(group, ranks: list[int]) -> None:
+    harness.until(lambda: all(pg.get_peer_state(group, ranks)), f"ranks {ranks}")
+    assert pg.recover_ranks(group, ranks).status is APPLIED
+
+
+def subgroups(me: harness.Rank, steps: list[list[int]]):
+    """`steps`: the ranks that come at once."""
+    is_late = begin(me, 2, 4)
+    groups = make_groups(me, is_late)
+    world = dist.group.WORLD
+    there = {0, 1}
+
+    def check() -> None:
+        every_call(len(there), me.rank)
+        for ranks, group in groups:
+            calls_of(group, [rank for rank in ranks if rank in there])
+
+    if not is_late:
+        check()
+    for new in steps:
+        if me.rank in new:
+            for _, group in groups:
+                assert pg.get_active_ranks(group).sum() == 1
+            pg.join_group(world)
+            for _, group in groups:
+                pg.join_group(group)
+        elif me.rank in there:
+            let_in(world, new)
+            for ranks, group in groups:
+                places = [place for place, rank in enumerate(ranks) if rank in new]
+                if places:
+                    let_in(group, places)
+        there |= set(new)
+        if me.rank in there:
+            check()
+    return sorted(there)
+
+
+@pytest.mark.parametrize("steps", [[[2, 3]], [[2], [3]]], ids=str)
+@pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
+def test_groups_within_the_default_group_grow(steps, transports):
+    with harness.Crew(4, backend=None, env={"MOONCAKE_TRANSPORTS": transports}) as crew:
+        assert crew.call(subgroups, steps) == [[0, 1, 2, 3]] * 4
+
+
+def other_ranks(me: harness.Rank):
+    """The new process makes its group with other ranks than the members have."""
+    is_late = begin(me, 2, 3)
+    ranks = [0, 2] if is_late else [0, 1]
+    options = pg.MooncakeBackendOptions(3, is_late)
+    group = dist.new_group(ranks, pg_options=options, timeout=timedelta(seconds=2))
+    world = dist.group.WORLD
+    if is_late:
+        pg.join_group(world)
+        kind, text = harness.raised(pg.join_group, group)
+        assert "was not let into group" in text, (kind, text)
+        me.board.set("refused")
+    else:
+        let_in(world, [2])
+        me.board.wait("refused")
+        assert pg.get_peer_state(group, [1, 2]) == [True, False]
+        calls_of(group, [0, 1])
+    every_call(3, me.rank)
+
+
+def test_a_new_process_with_other_ranks_is_not_let_in():
+    with harness.Crew(3, backend=None) as crew:
+        crew.call(other_ranks)
+        text = crew.log(0)
+    assert "rank 2 does not come into a group that has ranks 0, 1 here and ranks 0, 2 there" in text

@@ -363,8 +363,13 @@ class TestOptions:
 
     def test_environment_is_read_when_no_options_are_given(self, monkeypatch):
         monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "0")
-        with pytest.raises(NotImplementedError, match="MOONCAKE_PG_AUTO_SYNC_ON_FAILURE is off"):
-            MooncakeBackendOptions.from_environment()
+        options = MooncakeBackendOptions.from_environment()
+        assert options == MooncakeBackendOptions(auto_sync_on_failure=False)
+        assert options.for_group(2)["lost_ranks_stay_until"] == "synced"
+        monkeypatch.setenv("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE", "0")
+        stays = MooncakeBackendOptions.from_environment().for_group(2)["lost_ranks_stay_until"]
+        assert stays == "deactivated"
+        monkeypatch.delenv("MOONCAKE_PG_AUTO_DEACTIVATE_ON_FAILURE")
         monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "yes")
         assert MooncakeBackendOptions.from_environment() == MooncakeBackendOptions()
         monkeypatch.setenv("MOONCAKE_PG_AUTO_SYNC_ON_FAILURE", "maybe")

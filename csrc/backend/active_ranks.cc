@@ -17,7 +17,8 @@ at::Tensor ActiveRanks::ones(int size, bool isPinned) {
   return at::ones({size}, at::TensorOptions(at::kInt).device(at::kCPU).pinned_memory(isPinned));
 }
 
-void ActiveRanks::show(const GroupView& view) {
+void ActiveRanks::show(const GroupView& view, bool isLoss) {
+  if (isLoss && keepsLost_) return;
   int32_t* const elements = host_.mutable_data_ptr<int32_t>();
   // The group may have grown.
   const int last = view.active.empty() ? 0 : view.active.back() + 1;
@@ -26,6 +27,17 @@ void ActiveRanks::show(const GroupView& view) {
     std::atomic_ref<int32_t>(elements[r]).store(view.contains(r), std::memory_order_release);
   }
   changes_.fetch_add(1, std::memory_order_release);
+}
+
+std::shared_ptr<const GroupView> ActiveRanks::kept() const {
+  if (!keepsLost_) return nullptr;
+  auto view = std::make_shared<GroupView>();
+  int32_t* const elements = host_.mutable_data_ptr<int32_t>();
+  for (int r = 0; r < size(); ++r) {
+    if (std::atomic_ref<int32_t>(elements[r]).load(std::memory_order_acquire) != 0)
+      view->active.push_back(r);
+  }
+  return view;
 }
 
 bool ActiveRanks::areOnly(uint64_t active) const {

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include <ATen/core/Tensor.h>
 
@@ -18,9 +19,13 @@ class ActiveRanks {
   ActiveRanks(const at::Tensor& shown, int size);
   virtual ~ActiveRanks() = default;
 
+  // From now on, lost ranks stay marked until show() is called for another reason than a loss.
+  void keepLost() { keepsLost_ = true; }
   // Marks the ranks of the view in host memory. Any thread; never waits. A concurrent reader sees
   // each element before or after the change.
-  void show(const GroupView& view);
+  void show(const GroupView& view, bool isLoss = false);
+  // The marked ranks. Null without keepLost().
+  std::shared_ptr<const GroupView> kept() const;
   // Brings a tensor of a device up to date, and waits for that, a second at most. Does not throw:
   // logs that a device does not take it. Not for threads that liveness depends on.
   virtual void push() {}
@@ -40,6 +45,7 @@ class ActiveRanks {
 
  private:
   std::atomic<int> size_;
+  std::atomic<bool> keepsLost_{false};
   const at::Tensor shown_;
   const at::Tensor host_;
   std::atomic<uint64_t> changes_{0};

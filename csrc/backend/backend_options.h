@@ -30,6 +30,10 @@ struct BackendOptions {
   bool blockingWait = false;  // wait() for tensors of a device waits on the host for the outputs
   at::Tensor activeRanks;     // int32, 1 for each active rank; the caller's own when one was given
   bool readsActiveRanks = false;  // the program has given them
+  // How long programs see a lost rank as active. Until deactivated: or until the members change
+  // otherwise.
+  enum class LostRanks { kAreOut, kStayUntilSynced, kStayUntilDeactivated };
+  LostRanks lostRanks = LostRanks::kAreOut;
   // A process that takes the place of a lost rank: its groups have it alone until Replacing::join().
   bool isNewcomer = false;
   Bytes joinToken;  // of a newcomer, in place of the store (membership/join_token.h); or empty

@@ -28,11 +28,13 @@ std::shared_ptr<const GroupView> membersOf(const Group& series) {
 
 CollectiveQueue::CollectiveQueue(GroupLine& line, bool raises,
                                  std::shared_ptr<Completions> completions,
-                                 std::shared_ptr<CompletionHooks> hooks)
+                                 std::shared_ptr<CompletionHooks> hooks,
+                                 std::shared_ptr<const ActiveRanks> activeRanks)
     : line_(line),
       raises_(raises),
       completions_(std::move(completions)),
       hooks_(std::move(hooks)),
+      activeRanks_(std::move(activeRanks)),
       series_(line.current().get()),
       lastView_(membersOf(*series_)) {}
 
@@ -159,6 +161,7 @@ void CollectiveQueue::end(const c10::intrusive_ptr<CollectiveWork>& work, Status
     ending.before = std::exchange(lastView_, series_->lastView);
   if (ending.before) series_->agent().noteMissed(*ending.before, *lastView_);
   ending.view = lastView_;
+  if (auto kept = activeRanks_->kept()) ending.before = std::move(kept);
   if (ending.status.ok() || !raises_ || !isLoss(*series_, ending.status.code())) {
     const bool isDone = ending.status.ok();
     if (!isDone) noteUncounted(*work);

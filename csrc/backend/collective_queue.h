@@ -8,6 +8,7 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include "backend/active_ranks.h"
 #include "backend/collective_work.h"
 #include "backend/completion_hooks.h"
 #include "backend/completions.h"
@@ -39,7 +40,8 @@ class CollectiveQueue {
 
   // The line outlives stop(). `raises`: mode `raise`.
   CollectiveQueue(GroupLine& line, bool raises, std::shared_ptr<Completions> completions,
-                  std::shared_ptr<CompletionHooks> hooks);
+                  std::shared_ptr<CompletionHooks> hooks,
+                  std::shared_ptr<const ActiveRanks> activeRanks);
   ~CollectiveQueue();
   // Runs what is left (fail the group first to make that quick) and refuses whatever comes later.
   // The group may go then; not if false: an operation runs still. Callers in help() and await()
@@ -136,6 +138,7 @@ class CollectiveQueue {
   const bool raises_;
   const std::shared_ptr<Completions> completions_;
   const std::shared_ptr<CompletionHooks> hooks_;
+  const std::shared_ptr<const ActiveRanks> activeRanks_;
   // See CallbackOrigin.
   const std::shared_ptr<std::atomic<size_t>> attached_ = std::make_shared<std::atomic<size_t>>(0);
   Group* series_;                              // of whoever runs an operation

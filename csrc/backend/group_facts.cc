@@ -31,6 +31,12 @@ std::vector<int> GroupFacts::survivors() const {
   return ranks;
 }
 
+std::vector<int> GroupFacts::jobRanks() const {
+  std::vector<int> ranks;
+  for (int r = 0; group_.isOpen() && r < group_.size(); ++r) ranks.push_back(group_.jobRank(r));
+  return ranks;
+}
+
 at::Tensor GroupFacts::activeRanks() const {
   group_.activeRanks()->push();
   return group_.activeRanks()->tensor();

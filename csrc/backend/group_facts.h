@@ -23,6 +23,7 @@ class GroupFacts {
   std::vector<RankEvidence> evidence() const;
   // Ranks that are in the last view, as activeRanks() shows them, and have not left the group.
   std::vector<int> survivors() const;
+  std::vector<int> jobRanks() const;  // of the ranks that programs see
   // Brings the tensor up to date.
   at::Tensor activeRanks() const;
   at::Tensor activeRanksOnHost() const { return group_.activeRanks()->onHost(); }

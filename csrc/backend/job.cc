@@ -291,9 +291,9 @@ void Job::leaveOthers(const void* group, Farewell::How how) {
   }
 }
 
-std::string Job::nameLine(const std::string& group, const std::vector<int>& ranks) {
-  std::string name = "line " + group;
-  for (const int rank : ranks) name += "/" + std::to_string(rank);
+std::string Job::nameLine(const std::string& group, int firstRank, int room) {
+  const std::string name =
+      "line " + group + "/" + std::to_string(firstRank) + "/" + std::to_string(room);
   Lock lock(linesMutex_);
   for (int number = 1;; ++number) {
     const auto [place, isNew] = lines_.insert(name + "#" + std::to_string(number));

@@ -66,9 +66,9 @@ class Job {
   // The token by which a process finds this job without the store.
   JoinToken joinToken() const;
 
-  // A name for the line of a group of these ranks, the same on all members that make lines in the
-  // same order, and of no other line that lives.
-  std::string nameLine(const std::string& group, const std::vector<int>& ranks);
+  // A name for the line of a group with this first rank and room for so many, the same on all members
+  // that make lines in the same order, and of no other line that lives.
+  std::string nameLine(const std::string& group, int firstRank, int room);
   void freeLine(const std::string& name);
 
   // Another one after enterAgain(), and so is the membership.

@@ -37,10 +37,13 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
       isWithinWorld_(world != nullptr),
       activeRanks_(std::move(activeRanks)),
       events_(std::make_shared<SeriesEvents>(
-          [ranks = activeRanks_](const GroupView& view) { ranks->show(view); })) {
+          [ranks = activeRanks_](const GroupView& view, bool isLoss) {
+            ranks->show(view, isLoss);
+          })) {
   checkRanks(options_.globalRanks);
   const Deadline init = deadline();
   if (options_.capacity == 0) options_.capacity = size;
+  if (keepsLost()) activeRanks_->keepLost();
   if (world) {
     // A forked child makes no groups: it has no threads of the engine.
     world->refuseInForkedChild();
@@ -71,7 +74,8 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
   missingParts_ = std::make_unique<MissingParts>(*line_, options_.readsActiveRanks);
   completions_ = job_->completions();
   messages_ = makeMessages(*group());
-  queue_ = std::make_shared<CollectiveQueue>(*line_, options_.raises, completions_, hooks_);
+  queue_ = std::make_shared<CollectiveQueue>(*line_, options_.raises, completions_, hooks_,
+                                             activeRanks_);
   throwIfError(line_->start());
 }
 
@@ -102,25 +106,37 @@ void LiveGroup::moveTo(Group& to, const std::vector<bool>& stays) {
 GroupOptions LiveGroup::groupOptions() const {
   return {.name = options_.groupName,
           .rank = rank_,
-          .size = isWithinWorld_ ? size_ : std::max(size_, options_.capacity),
+          .size = std::max(size_, options_.capacity),
           .extent = size_,
-          .globalRanks = options_.globalRanks,
+          .globalRanks = isWithinWorld_ ? firstJobRanks() : options_.globalRanks,
           .env = options_.groupEnv,
           .mailboxBytes = kMailboxBytes,
           .raises = options_.raises};
 }
 
+// The program does not tell which ranks of the job will come into a group within it.
+std::vector<int> LiveGroup::firstJobRanks() const {
+  std::vector<int> ranks;
+  if (isWithinWorld_) ranks = options_.globalRanks;
+  const int named = isWithinWorld_ ? size_ : room_;
+  for (int r = int(ranks.size()); r < named; ++r) ranks.push_back(r);
+  ranks.resize(size_t(std::max(room_, options_.capacity)), Roster::kNobody);
+  return ranks;
+}
+
 void LiveGroup::startLine(std::unique_ptr<Group> first) {
   GroupOptions series = groupOptions();
   room_ = series.size = first->size();  // a newcomer's job may have more room than it asked for
-  for (int r = 0; r < series.size; ++r) series.jobRanks.push_back(jobRank(r));
-  lineName_ = job_->nameLine(options_.groupName, series.jobRanks);
+  series.jobRanks = firstJobRanks();
+  // Members do not know of all ranks that a newcomer names.
+  lineName_ = job_->nameLine(options_.groupName, series.jobRanks[0], room_);
   line_ = std::make_unique<GroupLine>(
       job_->membership(), std::move(first), events_,
       GroupLine::Options{
           .group = std::move(series),
           .identity = lineName_,
           .isNewcomer = options_.isNewcomer,
+          .keepsLost = options_.lostRanks == BackendOptions::LostRanks::kStayUntilDeactivated,
           .onDue = [this] { queue_->moveOn(); },
           .onMove = [this](Group& to, const std::vector<bool>& stays) { moveTo(to, stays); },
           .makeAlone =
@@ -144,11 +160,14 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
     series = line_->series();
     parent = group();
   } while (series != line_->series());
+  const int size = ranks > 0 ? ranks : parent->extent();
+  std::vector<int> globalRanks;
+  for (int r = 0; isWithinWorld_ && r < size; ++r) globalRanks.push_back(jobRank(r));
   GroupOptions options{
       .name = options_.groupName + "/" + purpose + (series > 1 ? "@" + std::to_string(series) : ""),
       .rank = rank_,
-      .size = ranks > 0 ? ranks : parent->extent(),
-      .globalRanks = isWithinWorld_ ? options_.globalRanks : std::vector<int>(),
+      .size = size,
+      .globalRanks = std::move(globalRanks),
       .env = options_.groupEnv,
       .slotBytes = slotBytes,
       .pushBytes = pushBytes,
@@ -157,6 +176,16 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
   if (line_->isRemoved()) throwIfError(parent->usable());
   return line_->isNewcomer() ? job_->makeAlone(std::move(options), deadline)
                              : job_->makeGroup(*parent, std::move(options), deadline);
+}
+
+void LiveGroup::showLosses() {
+  if (options_.lostRanks != BackendOptions::LostRanks::kStayUntilSynced) return;
+  const auto group = this->group();
+  GroupView now;
+  for (int r = 0; r < group->size(); ++r) {
+    if (group->agent().isActive(r)) now.active.push_back(r);
+  }
+  activeRanks_->show(now);
 }
 
 void LiveGroup::refuseInForkedChild() const {
@@ -170,8 +199,8 @@ void LiveGroup::refuseInForkedChild() const {
 }
 
 int LiveGroup::jobRank(int rank) const {
-  const bool isOfAJob = isWithinWorld_ && !options_.globalRanks.empty();
-  return isOfAJob ? options_.globalRanks[rank] : rank;
+  if (!isWithinWorld_) return rank;
+  return line_->jobRank(rank);
 }
 
 bool LiveGroup::stop() {

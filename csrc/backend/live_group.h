@@ -55,7 +55,12 @@ class LiveGroup {
   Deadline deadline(std::chrono::milliseconds timeout = c10d::kUnsetTimeout) const {
     return Deadline::after(effective(timeout));
   }
+  // Programs see lost ranks as active for a while.
+  bool keepsLost() const { return options_.lostRanks != BackendOptions::LostRanks::kAreOut; }
+  // With kStayUntilSynced: no rank that is lost by now is shown as active any more.
+  void showLosses();
   bool isWithinWorld() const { return isWithinWorld_; }  // made within the job of another group
+  // Rank of the job. Roster::kNobody: none has come yet.
   int jobRank(int rank) const;
   // A forked child has none of the threads: it leaves everything as it is.
   bool isForkedChild() const { return forkGeneration_ != forkGeneration(); }
@@ -93,6 +98,7 @@ class LiveGroup {
 
  private:
   GroupOptions groupOptions() const;
+  std::vector<int> firstJobRanks() const;
   void startLine(std::unique_ptr<Group> first);
   std::shared_ptr<MessageDriver> makeMessages(Group& group) const;
   void moveTo(Group& to, const std::vector<bool>& stays);

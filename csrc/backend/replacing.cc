@@ -34,6 +34,7 @@ void Replacing::deactivate(const std::vector<int>& ranks) {
            " would leave no rank in group '" + group_.options().groupName +
            "': destroy the group instead");
   throwIfError(group_.line().remove(ranks, deadline));
+  group_.showLosses();
 }
 
 // Checks a call of a member, and waits for the calls before it.

@@ -171,6 +171,11 @@ void apply(const py::dict& options, BackendOptions& out) {
   }
   if (given("may_begin")) out.mayBegin = options["may_begin"].cast<bool>();
   if (given("max_group_size")) out.capacity = options["max_group_size"].cast<int>();
+  using LostRanks = BackendOptions::LostRanks;
+  if (given("lost_ranks_stay_until"))
+    out.lostRanks = options["lost_ranks_stay_until"].cast<std::string>() == "synced"
+                        ? LostRanks::kStayUntilSynced
+                        : LostRanks::kStayUntilDeactivated;
   if (given("on_failure")) out.raises = options["on_failure"].cast<std::string>() == "raise";
   if (given("lost_messages"))
     out.lostMessagesReturn = options["lost_messages"].cast<std::string>() == "return";
@@ -507,6 +512,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           "is_newcomer", [](PythonBackend& backend) { return backend.group().line().isNewcomer(); })
       .def("size", [](PythonBackend& backend) { return backend.group().size(); })
       .def_property_readonly("room", [](PythonBackend& backend) { return backend.group().room(); })
+      .def("show_losses", [](PythonBackend& backend) { backend.group().showLosses(); })
+      .def_property_readonly("job_ranks", fact<&GroupFacts::jobRanks>())
       .def_property_readonly(
           "is_removed", [](PythonBackend& backend) { return backend.group().line().isRemoved(); })
       .def(

@@ -441,7 +441,7 @@ FlushView FlushAgent::viewOf(const View& job) const {
       view.active.push_back(r);
       continue;
     }
-    if (!membership_.isLost(*options_.roster, jobRank)) continue;
+    if (jobRank == Roster::kNobody || !membership_.isLost(*options_.roster, jobRank)) continue;
     auto& [rank, detail] = view.losses.emplace_back(FlushView::Loss{r, ""});
     const auto why =
         std::ranges::find(seen, jobRank, [](const auto& one) { return one.accusation.rank; });

@@ -353,8 +353,7 @@ Status Group::start(Meeting meeting) {
                           .globalRanks = options_.globalRanks});
   GroupView first = *agent_->view();
   const std::vector<int> inJob = jobRanksOf(options_);
-  std::erase_if(first.active,
-                [&](int r) { return !roster_->term.holders[size_t(inJob[size_t(r)])]; });
+  std::erase_if(first.active, [&](int r) { return !roster_->isHeld(inJob[size_t(r)]); });
   onView(first);
   engine().watch(&bell()->interrupt(), &window_->bell());
   agent_->start();
@@ -430,8 +429,7 @@ bool Group::isGone(int rank) const { return window_->disconnection(rank) || isOu
 std::string Group::whyGone(int rank) const {
   if (const Evidence* seen = window_->disconnection(rank))
     return seen->isGoodbye() ? "it left the job" : "lost it: " + seen->detail;
-  const auto jobRank = size_t(jobRanksOf(options_)[size_t(rank)]);
-  if (!roster_->term.holders[jobRank]) return "it is not in the group";
+  if (!roster_->isHeld(jobRanksOf(options_)[size_t(rank)])) return "it is not in the group";
   return isOut(rank) ? "the others go on without it" : "it has left the group";
 }
 

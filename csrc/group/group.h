@@ -29,12 +29,13 @@ struct GroupOptions {
   int size = 1;
   // Number of ranks that programs see; 0: all. The ranks from there on are out, and have room to come.
   int extent = 0;
-  std::vector<int> globalRanks;  // of the members, in rank order; empty: ranks are global ranks
-  std::vector<int> jobRanks;     // the same in the job; empty: as globalRanks says
-  GroupEnv env;                  // the same on all members
-  size_t slotBytes = 0;          // least bytes of a slot's payload; 0: as the environment says
-  size_t pushBytes = 0;          // of the words for one rank's pushes: ep/layout.h
-  size_t mailboxBytes = 0;       // of one mailbox: collectives/mailbox.h; 0: no messages
+  // Of the members, in rank order; Roster::kNobody: none has come. Empty: ranks are global ranks.
+  std::vector<int> globalRanks;
+  std::vector<int> jobRanks;  // the same in the job; empty: as globalRanks says
+  GroupEnv env;               // the same on all members
+  size_t slotBytes = 0;       // least bytes of a slot's payload; 0: as the environment says
+  size_t pushBytes = 0;       // of the words for one rank's pushes: ep/layout.h
+  size_t mailboxBytes = 0;    // of one mailbox: collectives/mailbox.h; 0: no messages
   // Bell of the group that this one follows. Null: this group begins a line.
   std::shared_ptr<LineBell> bell;
   bool raises = false;  // mode `raise`: the loss of a member ends one operation on all survivors

@@ -101,10 +101,13 @@ bool GroupLine::isReady(int rank) const {
 
 // On the loop's thread.
 void GroupLine::onMessage(const EngineId& from, ByteView bytes) {
-  const auto rank = members_.rankOf(from);
   auto message = decodeLineMessage(bytes, options_.group.size);
-  if (!rank || !message.ok()) return;
+  if (!message.ok()) return;
   const Successor& successor = message->successor;
+  const auto rank = message->kind == LineMessage::Kind::kReady
+                        ? members_.rankOfReady(from, successor.jobRanks)
+                        : members_.rankOf(from);
+  if (!rank) return;
   const auto digest = members_.digestOf(successor);
   if (!digest.ok()) return;
   const bool isLast = lastMoveHas({*rank, from});
@@ -158,13 +161,21 @@ bool GroupLine::takesOut(const Successor& successor) const {
   return std::ranges::binary_search(successor.absent, options_.group.rank);
 }
 
+// By rank: whether remove() has something to take out.
+std::vector<bool> GroupLine::membersOf(const Group& group) const {
+  std::vector<bool> members = activeOf(group);
+  for (size_t r = 0; options_.keepsLost && r < members.size(); ++r)
+    members[r] = members[r] || group.roster()->isHeld(members_.jobRank(int(r)));
+  return members;
+}
+
 // One member proposes, one successor at a time: so there are no two that keep each other from being
 // made. Of `wanted`: the newcomers, and the members to be taken out as `absent`.
 void GroupLine::propose(const Successor& wanted) {
   const auto group = current();
   if (isNewcomer() || proposerOf(*group) != options_.group.rank) return;
   const std::vector<bool> active = activeOf(*group);
-  if (!members_.areLiving(wanted.newcomers) || !isChange(active, wanted)) return;
+  if (!members_.areLiving(wanted.newcomers) || !isChange(active, membersOf(*group), wanted)) return;
   LineMessage word{.kind = LineMessage::Kind::kPrepare};
   {
     Lock lock(mutex_);
@@ -178,7 +189,8 @@ void GroupLine::propose(const Successor& wanted) {
                         .proposer = options_.group.rank,
                         .number = ++proposals_,
                         .term = members_.job()->roster()->term.number,
-                        .newcomers = wanted.newcomers};
+                        .newcomers = wanted.newcomers,
+                        .jobRanks = members_.jobRanksWith(wanted.newcomers)};
       setAbsent(active, wanted.absent, word.successor);
       setExtent(*group, retired_, word.successor);
     }
@@ -261,8 +273,7 @@ Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, 
   }
   const auto topics = topicsOf(successor.identity(options_.identity));
   if (!topics.ok()) return topics.error();
-  GroupOptions options =
-      events_->with(withExtent(options_.group, int(successor.extent)), successor.series);
+  GroupOptions options = events_->with(withMembers(options_.group, successor), successor.series);
   if (!isNewcomer()) options.bell = before.bell();  // a newcomer's is of another engine
   return Group::createOn(members_.job(), std::move(options), *topics, members_.rosterOf(successor),
                          Deadline::after(kPrepares), &stop);
@@ -383,7 +394,7 @@ void GroupLine::checkTold(uint64_t digest) {
   const View view = members_.job()->viewOf(*members_.rosterOf(one->successor));
   for (int r = 0; r < options_.group.size; ++r) {
     if (!one->successor.hasNewcomerFor(r) &&
-        view.active.contains(options_.group.jobRanks[size_t(r)]) && !one->movedTo.contains(r))
+        view.active.contains(one->successor.jobRanks[size_t(r)]) && !one->movedTo.contains(r))
       return;
   }
   due_ = digest;
@@ -465,7 +476,8 @@ Status GroupLine::remove(std::vector<int> ranks, Deadline deadline) {
     const auto group = current();
     if (isOwn && isRemoved()) return {};
     MOONCAKE_TRY(group->usable());
-    std::erase_if(ranks, [&](int r) { return !group->agent().isActive(r); });
+    const std::vector<bool> members = membersOf(*group);
+    std::erase_if(ranks, [&](int r) { return !members[size_t(r)]; });
     if (ranks.empty()) return {};
     if (waitsForCaller(*group)) {
       const Status goes = goesWithout(*group, ranks);
@@ -556,7 +568,8 @@ Status GroupLine::join(Deadline deadline) {
     for (const uint64_t digest : digests) checkTold(digest);  // a member may be lost since
     if (!asking || asking->takeDue(Clock::now())) {
       if (!asking) asking.emplace(kTellAgain, Clock::now());
-      members_.tellAll({.kind = LineMessage::Kind::kReady});
+      members_.tellAll(
+          {.kind = LineMessage::Kind::kReady, .successor = {.jobRanks = members_.jobRanks()}});
       failpoint("ready");
       for (const Successor& successor : toldBySome)
         members_.tellAll(
@@ -595,7 +608,8 @@ std::shared_ptr<Group> GroupLine::takeNext(Group& from, Successor& successor) {
   {
     Lock lock(mutex_);
     if (outside_) {
-      successor = {.series = series_, .absent = {options_.group.rank}};
+      successor = {
+          .series = series_, .absent = {options_.group.rank}, .jobRanks = members_.jobRanks()};
       isMoving_ = true;
       return std::exchange(outside_, nullptr);
     }
@@ -626,6 +640,7 @@ std::shared_ptr<Group> GroupLine::moveOn() {
   std::vector<bool> stays(size_t(options_.group.size), !isOut && !isNewcomer());
   for (const Newcomer& newcomer : successor.newcomers) stays[size_t(newcomer.rank)] = false;
   options_.onMove(*to, stays);
+  members_.moveTo(successor.jobRanks);
   events_->begin(successor.series, !isOut);  // before a caller of recover() or join() goes on
   {
     Lock lock(mutex_);

@@ -36,6 +36,8 @@ class GroupLine {
     GroupOptions group;    // of each series; its `jobRanks` are set, `extent` is of the first one
     std::string identity;  // the same on all members, and of no other line of the job
     bool isNewcomer = false;  // the first series has this rank alone, until join()
+    bool keepsLost =
+        false;  // ranks that are lost in a series are members until remove() or recover()
     // Called on the line's thread when a move is due: the owner calls moveOn() as soon as no
     // operation runs.
     std::function<void()> onDue;
@@ -87,6 +89,8 @@ class GroupLine {
   // Newcomers: waits until the members have let this rank in. Members return at once.
   Status join(Deadline deadline) EXCLUDES(mutex_);
 
+  // By rank of the group: ranks of the job. Roster::kNobody: none has come yet.
+  int jobRank(int rank) const { return members_.jobRank(rank); }
   // The job of which this process is a member with this line.
   std::shared_ptr<Membership> job() const { return members_.job(); }
   // The job went on without this process, which has entered it again, as a member of `job`. This rank
@@ -112,6 +116,7 @@ class GroupLine {
   bool isBehind(const Successor& successor) const EXCLUDES(mutex_);
   void tellLastMove(int rank) const EXCLUDES(mutex_);
   bool takesOut(const Successor& successor) const;
+  std::vector<bool> membersOf(const Group& group) const;
   void propose(const Successor& wanted) EXCLUDES(mutex_);
   void prepare(const Successor& successor, uint64_t digest) EXCLUDES(mutex_);
   void make(uint64_t digest, const StopSignal& stop) EXCLUDES(mutex_);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "membership/roster.h"
+
 namespace mooncake {
 namespace {
 
@@ -9,7 +11,8 @@ namespace {
 //            u32 term  u32 count, each: u32 absent rank
 //            u32 count, each: u32 rank  16 bytes id
 //            u32 extent  u32 count, each: u32 retired rank
-constexpr uint8_t kVersion = 3;
+//            u32 count, each: i32 rank of the job
+constexpr uint8_t kVersion = 4;
 
 void putRanks(ByteWriter& out, const std::vector<int>& ranks) {
   out.put(uint32_t(ranks.size()));
@@ -26,6 +29,18 @@ bool getRanks(ByteReader& in, int size, std::vector<int>& ranks) {
     ranks.push_back(int(rank));
   }
   return isInOrder;
+}
+
+// Returns whether there are `size`, or none, all of them ranks of a job or none yet.
+bool getJobRanks(ByteReader& in, int size, std::vector<int>& ranks) {
+  bool areRanks = true;
+  const auto count = in.get<uint32_t>();
+  for (uint32_t i = 0; i < count && !in.failed(); ++i) {
+    const auto rank = in.get<int32_t>();
+    areRanks = areRanks && rank >= Roster::kNobody && rank < JobRanks::kLimit;
+    ranks.push_back(rank);
+  }
+  return areRanks && (count == 0 || count == uint32_t(size));
 }
 
 }  // namespace
@@ -59,6 +74,8 @@ Bytes encodeLineMessage(const LineMessage& message) {
     out.put(uint32_t(newcomer.rank)).putRaw(newcomer.id);
   out.put(message.successor.extent);
   putRanks(out, message.successor.retired);
+  out.put(uint32_t(message.successor.jobRanks.size()));
+  for (const int rank : message.successor.jobRanks) out.put(int32_t(rank));
   return out.take();
 }
 
@@ -85,10 +102,14 @@ Result<LineMessage> decodeLineMessage(ByteView bytes, int size) {
   }
   message.successor.extent = in.get<uint32_t>();
   isInOrder = getRanks(in, size, message.successor.retired) && isInOrder;
+  const bool areRanks = getJobRanks(in, size, message.successor.jobRanks);
+  const bool needsThem =
+      message.kind == LineMessage::Kind::kPrepare || message.kind == LineMessage::Kind::kReady;
   MOONCAKE_TRY(in.finish("message of a group's line"));
   if (version != kVersion || kind < uint8_t(LineMessage::Kind::kReady) ||
       kind > uint8_t(LineMessage::Kind::kMoved) || proposer >= uint32_t(size) ||
-      message.successor.extent > uint32_t(size) || !isInOrder) {
+      message.successor.extent > uint32_t(size) || !isInOrder || !areRanks ||
+      (needsThem && message.successor.jobRanks.empty())) {
     return Error{ErrorCode::kProtocol, "a message of a group's line of version " +
                                            std::to_string(version) + " and kind " +
                                            std::to_string(kind) + " is not valid"};

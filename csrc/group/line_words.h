@@ -33,6 +33,9 @@ struct Successor {
   std::vector<Newcomer> newcomers;  // by rank
   uint32_t extent = 0;              // number of ranks that programs see
   std::vector<int> retired;         // in order: ranks that were taken out and are not back
+  // By rank of the group, all of them: ranks of the job. Roster::kNobody: none has come yet. Also of
+  // kReady: as the newcomer was told.
+  std::vector<int> jobRanks;
 
   bool operator==(const Successor&) const = default;
   bool hasNewcomerFor(int rank) const;

@@ -17,10 +17,12 @@ std::vector<bool> activeOf(const Group& group) {
   return active;
 }
 
-bool isChange(const std::vector<bool>& active, const Successor& wanted) {
+bool isChange(const std::vector<bool>& active, const std::vector<bool>& members,
+              const Successor& wanted) {
   const auto isActive = [&](int rank) { return bool(active[size_t(rank)]); };
+  const auto isMember = [&](int rank) { return bool(members[size_t(rank)]); };
   return std::ranges::none_of(wanted.newcomers, isActive, &Newcomer::rank) &&
-         (!wanted.newcomers.empty() || std::ranges::any_of(wanted.absent, isActive));
+         (!wanted.newcomers.empty() || std::ranges::any_of(wanted.absent, isMember));
 }
 
 void setAbsent(const std::vector<bool>& active, const std::vector<int>& leave,
@@ -88,6 +90,13 @@ Error notLetIn(const GroupOptions& group) {
 GroupOptions withExtent(GroupOptions options, int extent) {
   options.extent = extent;
   return options;
+}
+
+GroupOptions withMembers(GroupOptions options, const Successor& successor) {
+  // In a group that began a job, programs have other numbers for the ranks.
+  if (options.globalRanks == options.jobRanks) options.globalRanks = successor.jobRanks;
+  options.jobRanks = successor.jobRanks;
+  return withExtent(std::move(options), int(successor.extent));
 }
 
 Error notActive(const Group& group, const std::string& how) {

@@ -15,8 +15,9 @@ namespace mooncake {
 int proposerOf(const Group& group);
 std::vector<bool> activeOf(const Group& group);  // by rank
 // False: newcomers are in already, as the member that asks is behind, or all ranks that are to leave
-// are out.
-bool isChange(const std::vector<bool>& active, const Successor& wanted);
+// are out. `members`: by rank, active ones and lost ones that are to be taken out.
+bool isChange(const std::vector<bool>& active, const std::vector<bool>& members,
+              const Successor& wanted);
 // Into the successor, which has its newcomers: the ranks that are out, or `leave`, in order.
 void setAbsent(const std::vector<bool>& active, const std::vector<int>& leave,
                Successor& successor);
@@ -33,6 +34,7 @@ Error notMoved(const Group& group, const Successor& wanted, const Status& why);
 Error anotherChange(const Group& group);
 Error notLetIn(const GroupOptions& group);
 GroupOptions withExtent(GroupOptions options, int extent);
+GroupOptions withMembers(GroupOptions options, const Successor& successor);
 // Of each call of a rank that is out and may come back. SGLang looks for "invalid state" and "rank is
 // not active". `how`: "was taken out ...".
 Error notActive(const Group& group, const std::string& how);

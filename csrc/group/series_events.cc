@@ -16,8 +16,9 @@ void SeriesEvents::begin(uint32_t series, bool isIn) {
   Lock lock(mutex_);
   current_ = series;
   const auto seen = later_.find(series);
-  if (!isIn && show_) show_({});
-  if (isIn && seen != later_.end() && show_) show_(seen->second);
+  isShown_ = isIn && seen != later_.end();
+  if (show_ && !isIn) show_({}, false);
+  if (show_ && isShown_) show_(seen->second, false);
   later_.clear();
 }
 
@@ -29,7 +30,8 @@ void SeriesEvents::watchEnd(std::function<void()> onEnd) {
 void SeriesEvents::onView(uint32_t series, const GroupView& view) {
   Lock lock(mutex_);
   if (series == current_) {
-    if (show_) show_(view);
+    const bool isLoss = std::exchange(isShown_, true);
+    if (show_) show_(view, isLoss);
   } else if (series > current_) {
     later_[series] = view;
   }

@@ -14,7 +14,8 @@ namespace mooncake {
 // lives on after it: only the members of the series that calls run in are shown.
 class SeriesEvents : public std::enable_shared_from_this<SeriesEvents> {
  public:
-  using Show = std::function<void(const GroupView&)>;
+  // `isLoss`: a member of the series was lost, and it goes on.
+  using Show = std::function<void(const GroupView&, bool isLoss)>;
 
   // Begins with series 1. `show`: may be called on any thread, one call at a time.
   explicit SeriesEvents(Show show) : show_(std::move(show)) {}
@@ -33,6 +34,7 @@ class SeriesEvents : public std::enable_shared_from_this<SeriesEvents> {
 
   Mutex mutex_;
   uint32_t current_ GUARDED_BY(mutex_) = 1;
+  bool isShown_ GUARDED_BY(mutex_) = false;                 // members of the current series
   std::map<uint32_t, GroupView> later_ GUARDED_BY(mutex_);  // of series that have not begun
   const Show show_;
   std::function<void()> onEnd_ GUARDED_BY(mutex_);

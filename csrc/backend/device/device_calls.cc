@@ -238,7 +238,7 @@ PeerRoute& DeviceCalls::route() {
 
 DeviceCalls::WorkPtr DeviceCalls::byKernel(const Collective& call) {
   if (!call.kind->byKernel || !group_.options().streams.peerBytes || group_.options().raises ||
-      group_.batches().current())
+      group_.keepsLost() || group_.batches().current())
     return nullptr;
   const Deadline deadline = Deadline::after(call.timeout);
   const std::optional<KernelRun> run = call.kind->byKernel(call, group_.rank(), group_.size());

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <random>
 
+#include "membership/roster.h"
+
 namespace mooncake {
 namespace {
 
@@ -14,9 +16,15 @@ EngineId idOf(int number) {
 }
 
 LineMessage prepare(std::vector<Newcomer> newcomers) {
-  return {.kind = LineMessage::Kind::kPrepare,
-          .wishes = true,
-          .successor = {.series = 7, .newcomers = std::move(newcomers)}};
+  return {
+      .kind = LineMessage::Kind::kPrepare,
+      .wishes = true,
+      .successor = {
+          .series = 7, .newcomers = std::move(newcomers), .jobRanks = {0, 9, Roster::kNobody, 3}}};
+}
+
+LineMessage ready(std::vector<int> jobRanks) {
+  return {.kind = LineMessage::Kind::kReady, .successor = {.jobRanks = std::move(jobRanks)}};
 }
 
 // Rank 3 is taken out of 5, and then seen no more.
@@ -28,7 +36,7 @@ LineMessage removal() {
 
 TEST(LineWords, ComeBackAsTheyWere) {
   for (const LineMessage& message :
-       {LineMessage{.kind = LineMessage::Kind::kReady}, prepare({{.rank = 2, .id = idOf(2)}}),
+       {ready({0, 5, 7, Roster::kNobody}), prepare({{.rank = 2, .id = idOf(2)}}),
         prepare({{.rank = 0, .id = idOf(9)}, {.rank = 3, .id = idOf(4)}}), removal()}) {
     const auto read = decodeLineMessage(encodeLineMessage(message), 4);
     ASSERT_TRUE(read.ok()) << read.error().message;
@@ -39,12 +47,25 @@ TEST(LineWords, ComeBackAsTheyWere) {
 TEST(LineWords, AreRefusedOutsideOfTheGroup) {
   const Bytes outside = encodeLineMessage(prepare({{.rank = 4, .id = idOf(1)}}));
   EXPECT_EQ(decodeLineMessage(outside, 4).status().code(), ErrorCode::kProtocol);
-  EXPECT_TRUE(decodeLineMessage(outside, 5).ok());
+  LineMessage larger = prepare({{.rank = 4, .id = idOf(1)}});
+  larger.successor.jobRanks.push_back(4);
+  EXPECT_TRUE(decodeLineMessage(encodeLineMessage(larger), 5).ok());
   LineMessage message = removal();
   message.successor.retired = {1, 4};
   EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
   message = removal();
   message.successor.extent = 5;
+  EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
+}
+
+TEST(LineWords, NameARankOfTheJobForEachPlace) {
+  for (const std::vector<int>& jobRanks :
+       {std::vector<int>{}, {0, 1, 2}, {0, 1, 2, 3, 4}, {0, 1, 2, -2}, {0, 1, 2, JobRanks::kLimit}})
+    EXPECT_FALSE(decodeLineMessage(encodeLineMessage(ready(jobRanks)), 4).ok());
+  EXPECT_TRUE(decodeLineMessage(encodeLineMessage(ready({3, 2, 1, 0})), 4).ok());
+  LineMessage message = removal();  // asked for by a member: it names none
+  EXPECT_TRUE(decodeLineMessage(encodeLineMessage(message), 4).ok());
+  message.successor.jobRanks = {0, 1};
   EXPECT_FALSE(decodeLineMessage(encodeLineMessage(message), 4).ok());
 }
 
