@@ -3,6 +3,9 @@ ones that wake up, and the smaller side of a partition."""
 
 from __future__ import annotations
 
+import random
+import time
+
 import harness
 import hosts
 import pytest
@@ -114,6 +117,59 @@ def test_a_stopped_rank_comes_back(transports, on_failure, victim):
     environment = {"MOONCAKE_ON_FAILURE": on_failure, "MOONCAKE_TRANSPORTS": transports, **QUICK}
     with harness.Crew(SIZE, backend=None, env=environment) as crew:
         assert stop_and_wake(crew, stopped_and_back, victim, 3, 3) == [FULL] * SIZE
+
+
+def stopped_again(me: harness.Rank, victim: int):
+    """The victim is also stopped at any step of its return, for longer than the failure timeout or
+    not. All go on until it has come back the last time."""
+    begin(me)
+    world = dist.group.WORLD
+    assert total(me.rank) == FULL
+    me.board.set(f"whole-{me.rank}")
+    turn, returns, step = 0, 0, torch.zeros(1)
+    while True:
+        try:
+            dist.all_reduce(step, op=dist.ReduceOp.MAX)
+            step += 1
+            turn += 1
+            tensor = torch.tensor(2**me.rank)
+            work = dist.all_reduce(tensor, async_op=True)
+            work.wait()
+            assert int(tensor) == sum(2**rank for rank in work.contributors)
+            assert FULL - int(tensor) in (0, 2**victim)
+            ends = torch.tensor(int(me.board.has("last") and int(tensor) == FULL))
+            dist.all_reduce(ends, op=dist.ReduceOp.MIN)
+            if ends:
+                return returns, total(me.rank)
+            mooncake_backend.admit(world)
+        except mooncake_backend.EvictedError:
+            assert me.rank == victim
+            me.board.set(f"out-{returns}")
+            while True:
+                try:
+                    pg.join_group(world)
+                    break
+                except mooncake_backend.EvictedError:
+                    continue
+            returns += 1
+
+
+@pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
+def test_a_process_is_stopped_while_it_comes_back(transports):
+    victim, draw = 2, random.Random(7)
+    environment = {"MOONCAKE_TRANSPORTS": transports, "MOONCAKE_FAILURE_TIMEOUT_MS": "500"}
+    with harness.Crew(SIZE, backend=None, env=environment) as crew:
+        crew.start(stopped_again, victim)
+        crew.board.wait_all("whole", range(SIZE))
+        for _ in range(8):
+            crew.stop(victim)
+            time.sleep(draw.choice([0.2, 0.7, 1.0]))  # shorter or longer than the timeout
+            crew.cont(victim)
+            time.sleep(draw.choice([0, 0.003, 0.01, 0.03, 0.1, 0.3]))  # into its return
+        crew.board.set("last")
+        found = crew.results()
+    assert [whole for _, whole in found] == [FULL] * SIZE
+    assert found[victim][0] > 0
 
 
 # ---- experts, memory of the group

@@ -4,7 +4,6 @@
 
 #include "base/failpoint.h"
 #include "base/log.h"
-#include "base/thread.h"
 #include "group/recover_facts.h"
 #include "membership/topics.h"
 
@@ -71,7 +70,7 @@ void GroupLine::stop() {
   left.clear();
   events_->watchEnd(nullptr);
   if (members_.topic() != 0) members_.job()->engine().closeTopic(members_.topic());
-  if (thread_.joinable()) thread_.join();
+  tasks_.stop();
 }
 
 std::shared_ptr<Group> GroupLine::current() const {
@@ -156,26 +155,15 @@ void GroupLine::tellLastMove(int rank) const {
   members_.tell(rank, {.kind = LineMessage::Kind::kMoved, .successor = *lastMove_});
 }
 
-// Whether this rank is a member that the successor lacks.
-bool GroupLine::takesOut(const Successor& successor) const {
-  return std::ranges::binary_search(successor.absent, options_.group.rank);
-}
-
-// By rank: whether remove() has something to take out.
-std::vector<bool> GroupLine::membersOf(const Group& group) const {
-  std::vector<bool> members = activeOf(group);
-  for (size_t r = 0; options_.keepsLost && r < members.size(); ++r)
-    members[r] = members[r] || group.roster()->isHeld(members_.jobRank(int(r)));
-  return members;
-}
-
 // One member proposes, one successor at a time: so there are no two that keep each other from being
 // made. Of `wanted`: the newcomers, and the members to be taken out as `absent`.
 void GroupLine::propose(const Successor& wanted) {
   const auto group = current();
   if (isNewcomer() || proposerOf(*group) != options_.group.rank) return;
   const std::vector<bool> active = activeOf(*group);
-  if (!members_.areLiving(wanted.newcomers) || !isChange(active, membersOf(*group), wanted)) return;
+  if (!members_.areLiving(wanted.newcomers) ||
+      !isChange(active, membersOf(*group, members_, options_.keepsLost), wanted))
+    return;
   LineMessage word{.kind = LineMessage::Kind::kPrepare};
   {
     Lock lock(mutex_);
@@ -266,7 +254,7 @@ void GroupLine::make(uint64_t digest, const StopSignal& stop) {
 // A rank that is taken out goes to a group in which nothing runs.
 Result<std::unique_ptr<Group>> GroupLine::makeGroup(const Successor& successor, const Group& before,
                                                     const StopSignal& stop) {
-  if (takesOut(successor)) {
+  if (successor.isWithout(options_.group.rank)) {
     auto alone = options_.makeAlone(withExtent(options_.group, before.extent()));
     if (alone.ok()) (*alone)->fail(notActive(before, "was taken out by deactivate_ranks"));
     return alone;
@@ -476,7 +464,7 @@ Status GroupLine::remove(std::vector<int> ranks, Deadline deadline) {
     const auto group = current();
     if (isOwn && isRemoved()) return {};
     MOONCAKE_TRY(group->usable());
-    const std::vector<bool> members = membersOf(*group);
+    const std::vector<bool> members = membersOf(*group, members_, options_.keepsLost);
     std::erase_if(ranks, [&](int r) { return !members[size_t(r)]; });
     if (ranks.empty()) return {};
     if (waitsForCaller(*group)) {
@@ -636,7 +624,7 @@ std::shared_ptr<Group> GroupLine::moveOn() {
   Successor successor;
   const auto to = takeNext(*from, successor);
   if (!to) return from;
-  const bool isOut = takesOut(successor);
+  const bool isOut = successor.isWithout(options_.group.rank);
   std::vector<bool> stays(size_t(options_.group.size), !isOut && !isNewcomer());
   for (const Newcomer& newcomer : successor.newcomers) stays[size_t(newcomer.rank)] = false;
   options_.onMove(*to, stays);
@@ -673,7 +661,7 @@ bool GroupLine::leavesEarly(Group& from) {
     Lock lock(mutex_);
     if (!isLeaving_ || !close) return false;
     const Preparation* const one = successors_.find(close->successor);
-    if (!one || !takesOut(one->successor)) return false;
+    if (!one || !one->successor.isWithout(options_.group.rank)) return false;
   }
   from.agent().leave(from.agent().ended(), Deadline::after(kEnds));
   return true;
@@ -692,7 +680,7 @@ void GroupLine::end(const std::shared_ptr<Group>& old) {
 
 bool GroupLine::settle(Deadline deadline) {
   Lock lock(mutex_);
-  while (isBusy_ || !tasks_.empty() || !successors_.areAllMade()) {
+  while (!tasks_.isIdle() || !successors_.areAllMade()) {
     if (deadline.passed()) return false;
     changed_.wait_until(mutex_, deadline.earlier(Deadline::after(kLook)).when());
   }
@@ -701,36 +689,10 @@ bool GroupLine::settle(Deadline deadline) {
 
 void GroupLine::post(std::function<void()> task) {
   if (isStopped_) return;
-  tasks_.push_back(std::move(task));
-  changed_.notify_all();
-  if (thread_.joinable()) return;
-  auto thread = startThread("mooncake-join", [this] { run(); });
-  if (thread.ok()) {
-    thread_ = std::move(*thread);
-  } else {
+  const Status posted = tasks_.post(std::move(task));
+  if (!posted.ok())
     log(LogLevel::kWarning, members_.job()->engine().logName(), "group '", options_.group.name,
-        "' cannot take newcomers in: ", thread.error().message);
-  }
-}
-
-void GroupLine::run() {
-  mutex_.lock();
-  while (!isStopped_) {
-    if (tasks_.empty()) {
-      changed_.wait(mutex_);
-      continue;
-    }
-    auto task = std::move(tasks_.front());
-    tasks_.pop_front();
-    isBusy_ = true;
-    mutex_.unlock();
-    task();
-    task = nullptr;  // the last reference to a group may go with it
-    mutex_.lock();
-    isBusy_ = false;
-    changed_.notify_all();
-  }
-  mutex_.unlock();
+        "' cannot take newcomers in: ", posted.error().message);
 }
 
 }  // namespace mooncake

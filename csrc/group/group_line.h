@@ -2,18 +2,17 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/backoff.h"
 #include "base/mutex.h"
 #include "group/group.h"
 #include "group/line_members.h"
+#include "group/line_tasks.h"
 #include "group/line_words.h"
 #include "group/ready_newcomers.h"
 #include "group/series_events.h"
@@ -115,8 +114,6 @@ class GroupLine {
   bool isNext(const Successor& successor) const REQUIRES(mutex_);
   bool isBehind(const Successor& successor) const EXCLUDES(mutex_);
   void tellLastMove(int rank) const EXCLUDES(mutex_);
-  bool takesOut(const Successor& successor) const;
-  std::vector<bool> membersOf(const Group& group) const;
   void propose(const Successor& wanted) EXCLUDES(mutex_);
   void prepare(const Successor& successor, uint64_t digest) EXCLUDES(mutex_);
   void make(uint64_t digest, const StopSignal& stop) EXCLUDES(mutex_);
@@ -142,7 +139,6 @@ class GroupLine {
   std::shared_ptr<Group> takeNext(Group& from, Successor& successor) EXCLUDES(mutex_);
   void end(const std::shared_ptr<Group>& old) EXCLUDES(mutex_);
   void post(std::function<void()> task) REQUIRES(mutex_);
-  void run() EXCLUDES(mutex_);
 
   const Options options_;
   const std::shared_ptr<SeriesEvents> events_;
@@ -166,11 +162,9 @@ class GroupLine {
   std::shared_ptr<Group> outside_ GUARDED_BY(mutex_);  // where a rank moves that has entered again
   std::optional<Successor> lastMove_ GUARDED_BY(mutex_);  // told again to newcomers that missed it
   std::vector<int> retired_ GUARDED_BY(mutex_);  // Successor::retired of the present series
-  std::deque<std::function<void()>> tasks_ GUARDED_BY(mutex_);
-  bool isMoving_ GUARDED_BY(mutex_) = false;  // between two series
-  bool isBusy_ GUARDED_BY(mutex_) = false;    // a task runs
+  bool isMoving_ GUARDED_BY(mutex_) = false;     // between two series
   bool isStopped_ GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // for tasks; started by the first one
+  LineTasks tasks_;
 };
 
 }  // namespace mooncake

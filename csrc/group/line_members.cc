@@ -136,10 +136,9 @@ std::shared_ptr<const Roster> LineMembers::rosterOf(const Successor& successor) 
     if (!roster->isHeld(jobRank)) continue;
     auto& holder = roster->term.holders[size_t(jobRank)];
     const auto newcomer = std::ranges::find(successor.newcomers, r, &Newcomer::rank);
-    const bool isIn =
-        newcomer != successor.newcomers.end()
-            ? newcomer->id == holder->id
-            : holder->since <= successor.term && !std::ranges::binary_search(successor.absent, r);
+    const bool isIn = newcomer != successor.newcomers.end()
+                          ? newcomer->id == holder->id
+                          : holder->since <= successor.term && !successor.isWithout(r);
     if (isIn) continue;
     holder.reset();
     roster->peers[size_t(jobRank)] = nullptr;

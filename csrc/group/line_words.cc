@@ -49,6 +49,8 @@ bool Successor::hasNewcomerFor(int rank) const {
   return std::ranges::find(newcomers, rank, &Newcomer::rank) != newcomers.end();
 }
 
+bool Successor::isWithout(int rank) const { return std::ranges::binary_search(absent, rank); }
+
 std::string Successor::identity(const std::string& line) const {
   constexpr char kDigits[] = "0123456789abcdef";
   std::string text = line + "@" + std::to_string(series) + "#" + std::to_string(proposer) + "." +

@@ -39,6 +39,7 @@ struct Successor {
 
   bool operator==(const Successor&) const = default;
   bool hasNewcomerFor(int rank) const;
+  bool isWithout(int rank) const;  // it is among the absent ones
   // A name for hashing: lines and successors that differ have different ones.
   std::string identity(const std::string& line) const;
 };

@@ -17,6 +17,13 @@ std::vector<bool> activeOf(const Group& group) {
   return active;
 }
 
+std::vector<bool> membersOf(const Group& group, const LineMembers& line, bool keepsLost) {
+  std::vector<bool> members = activeOf(group);
+  for (size_t r = 0; keepsLost && r < members.size(); ++r)
+    members[r] = members[r] || group.roster()->isHeld(line.jobRank(int(r)));
+  return members;
+}
+
 bool isChange(const std::vector<bool>& active, const std::vector<bool>& members,
               const Successor& wanted) {
   const auto isActive = [&](int rank) { return bool(active[size_t(rank)]); };

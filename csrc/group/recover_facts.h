@@ -5,6 +5,7 @@
 
 #include "base/result.h"
 #include "group/group.h"
+#include "group/line_members.h"
 #include "group/line_words.h"
 
 // What calls of GroupLine::recover() and remove() see of the present series, and the errors that they
@@ -14,6 +15,8 @@ namespace mooncake {
 // The lowest member. Two ranks think so of themselves if one does not know of a loss yet.
 int proposerOf(const Group& group);
 std::vector<bool> activeOf(const Group& group);  // by rank
+// By rank: what remove() can take out. With `keepsLost`, also ranks that the series has lost.
+std::vector<bool> membersOf(const Group& group, const LineMembers& line, bool keepsLost);
 // False: newcomers are in already, as the member that asks is behind, or all ranks that are to leave
 // are out. `members`: by rank, active ones and lost ones that are to be taken out.
 bool isChange(const std::vector<bool>& active, const std::vector<bool>& members,

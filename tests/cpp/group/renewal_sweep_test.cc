@@ -610,7 +610,7 @@ class Process {
   CaseMemory& memory_;
   Life& log_;
   const std::shared_ptr<SeriesEvents> events_ =
-      std::make_shared<SeriesEvents>([](const GroupView&) {});
+      std::make_shared<SeriesEvents>([](const GroupView&, bool) {});
   std::mutex operation_;  // held while an operation runs, or the line moves
   std::unique_ptr<GroupLine> line_;
   std::unique_ptr<MessageTraffic> traffic_;
