@@ -364,6 +364,24 @@ TEST_F(AddressesKept, AreThoseOfConnectedPeers) {
   }
 }
 
+// A process without which its job went on looks for the members that it knew.
+TEST_F(AddressesKept, StayWithPeersThatAreGone) {
+  auto ends = makeEngine("tcp"), stays = makeEngine("tcp");
+  const Bytes first = ends->endpoint(), second = stays->endpoint();
+  const auto gone = engine_->open(first, "that ends", soon());
+  const auto forgotten = engine_->open(second, "that is forgotten", soon());
+  ASSERT_TRUE(gone.ok());
+  ASSERT_TRUE(forgotten.ok());
+  EXPECT_EQ(engine_->endpointOf(**gone), first);
+  ends.reset();
+  ASSERT_TRUE(eventually([&] { return (*gone)->disconnected.load(); }));
+  ASSERT_TRUE(engine_->forget(*forgotten, soon()).ok());
+  EXPECT_EQ(engine_->endpointOf(**gone), first);
+  EXPECT_EQ(engine_->endpointOf(**forgotten), second);
+  EXPECT_TRUE(engine_->endpointOf((*gone)->id).empty());
+  EXPECT_TRUE(engine_->endpointOf((*forgotten)->id).empty());
+}
+
 TEST_F(AddressesKept, AreNotThoseOfPeersThatCannotBeReached) {
   for (int round = 0; round < kRounds; ++round) {
     const Bytes dead = endpointOfTheDead();
