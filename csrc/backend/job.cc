@@ -180,8 +180,10 @@ Status Job::enter(int size, const FindMembers& members, Deadline deadline) {
       return {};
     }
     const ErrorCode why = joined.error().code;
-    const bool mayPass =
-        why == ErrorCode::kTimeout || why == ErrorCode::kPeerLost || why == ErrorCode::kInterrupted;
+    // It may have been let in, and be out again: this process was stopped meanwhile.
+    const bool mayPass = why == ErrorCode::kTimeout || why == ErrorCode::kPeerLost ||
+                         why == ErrorCode::kInterrupted || why == ErrorCode::kEvicted ||
+                         why == ErrorCode::kMinority;
     const auto now = Clock::now();
     if (why != ErrorCode::kPeerLost) aloneSince.reset();
     if (why == ErrorCode::kPeerLost && !aloneSince) aloneSince = now;
