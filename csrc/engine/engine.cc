@@ -15,6 +15,9 @@ namespace {
 
 // Pause before a peer that was being called is forgotten.
 constexpr auto kForgetAgain = std::chrono::milliseconds(100);
+// How long last words are kept, as a multiple of the failure timeout. Two suffice if both ends are
+// punctual.
+constexpr int kLastWordsKept = 4;
 
 // Returns the transports to use, best first: all built-in ones, or the transports that the
 // environment names, in that order.
@@ -104,6 +107,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   }
   engine->topics_ = std::make_unique<MessageRouter>(*engine->loop_);
   engine->outbox_.reset(new Outbox(*engine->loop_, engine->logName()));
+  engine->lastWords_ =
+      std::make_unique<LastWords>(kLastWordsKept * engine->options_.env.failureTimeout);
   Engine* self = engine.get();
   engine->reconnector_.reset(new Reconnector(
       *engine->loop_,

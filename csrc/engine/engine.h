@@ -23,6 +23,7 @@
 #include "engine/memory/region_table.h"
 #include "engine/memory/retired_memory.h"
 #include "engine/peers/farewells.h"
+#include "engine/peers/last_words.h"
 #include "engine/peers/liveness.h"
 #include "engine/peers/message_router.h"
 #include "engine/peers/outbox.h"
@@ -173,6 +174,12 @@ class Engine {
   // sent: kPeerLost, or kExhausted while the loop is far behind.
   Status send(Peer& peer, uint64_t topic, ByteView message);
   Status send(const EngineId& to, uint64_t topic, ByteView message);
+  // For a sender that ends, and hears of no later reconnection: sends these messages to a peer once
+  // more when its connection was made again. The sender still sends them itself, after this call or
+  // while it hears of reconnections. They are kept for four failure timeouts after they were sent
+  // last, and at most 4 MiB of them (engine/peers/last_words.h). Any thread.
+  void keepLastWords(const std::vector<std::shared_ptr<Peer>>& to, uint64_t topic,
+                     std::vector<Bytes> messages);
 
   // Sets the observer of evidence: ends of peers, and signs of an end. It runs on the loop's
   // thread, without a lock. All peers that one look finds silent come in one call. Ends seen
@@ -240,6 +247,7 @@ class Engine {
 
   std::unique_ptr<MessageRouter> topics_;              // the loop uses it until the loop ends
   std::unique_ptr<Outbox> outbox_;                     // the loop uses it until the loop ends
+  std::unique_ptr<LastWords> lastWords_;               // the loop uses it until the loop ends
   std::unique_ptr<Reconnector> reconnector_;           // the loop uses it until the loop ends
   std::vector<std::unique_ptr<EventLoop>> dataLoops_;  // go after the loop has stopped
   std::unique_ptr<EventLoop> loop_;

@@ -104,7 +104,19 @@ void Engine::onReconnected(const EngineId& id, const std::optional<Evidence>& ho
   log(LogLevel::kInfo, logName(), "connection to ", name, " broke (",
       how ? how->detail : "at its other end", ") and was made again after ", took.count(), " ms");
   peer->channel->beat();  // so that the other end hears from us
+  for (const auto& [topic, message] : lastWords_->repeat(id, now))
+    (void)send(*peer, topic, message);
   if (reconnected_) reconnected_(id);
+}
+
+void Engine::keepLastWords(const std::vector<std::shared_ptr<Peer>>& to, uint64_t topic,
+                           std::vector<Bytes> messages) {
+  std::vector<EngineId> ids;
+  for (const auto& peer : to) {
+    if (peer->channel->isMadeAgain() && !peer->disconnected) ids.push_back(peer->id);
+  }
+  if (ids.empty()) return;
+  lastWords_->keep(std::move(ids), topic, std::move(messages), Clock::now());
 }
 
 // On the loop's thread.

@@ -61,10 +61,16 @@ void FlushAgent::start() {
 }
 
 // When this returns, the loop's tasks have ended, and later ones do nothing. A timer may still keep
-// this agent alive for a moment, but none of the objects that it refers to.
+// this agent alive for a moment, but none of the objects that it refers to. The engine takes over
+// the last words before this agent ceases to hear of reconnections.
 void FlushAgent::stop() {
   {
     Lock lock(mutex_);
+    std::vector<int> others = machine_.active();
+    std::erase_if(others, [this](int r) REQUIRES(mutex_) {
+      return r == options_.rank || !machine_.isActive(r);
+    });
+    outbox_.leave(others, machine_.lastWords());
     isStopped_ = true;
     frozen_ = false;
     isLeftOut_ = false;

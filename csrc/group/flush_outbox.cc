@@ -33,6 +33,17 @@ bool FlushOutbox::sendAgain() {
   return false;
 }
 
+void FlushOutbox::leave(const std::vector<int>& to, const std::vector<FlushMessage>& lastWords) {
+  if (lastWords.empty()) return;
+  std::vector<std::shared_ptr<Peer>> peers;
+  for (const int r : to) {
+    if (const auto& peer = roster_.peer(jobRanks_[size_t(r)])) peers.push_back(peer);
+  }
+  std::vector<Bytes> messages;
+  for (const FlushMessage& message : lastWords) messages.push_back(encodeFlushMessage(message));
+  membership_.engine().keepLastWords(peers, topic_, std::move(messages));
+}
+
 // Returns the ranks to which a farewell must be sent again. Other entries that are not sent are
 // lost; the receivers ask for them again.
 std::vector<int> FlushOutbox::perform(const Due& due) {

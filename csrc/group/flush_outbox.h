@@ -38,6 +38,9 @@ class FlushOutbox {
         topic_(topic) {}
 
   void add(Due due) { due_.push_back(std::move(due)); }
+  // Has the engine repeat these messages when connections to these ranks are made again later. For
+  // an agent that ends.
+  void leave(const std::vector<int>& to, const std::vector<FlushMessage>& lastWords);
   // Sends all entries, unless another thread is sending. Releases the lock meanwhile.
   void carryOut(Mutex& mutex) REQUIRES(mutex);
   // Queues again the farewells that the engine did not take. True: there was nothing left to send.

@@ -369,6 +369,13 @@ FlushActions FlushMachine::leave() {
   return actions;
 }
 
+// The leave report alone does not name the ranks that have ended the operation, too. A member may
+// know of them from this rank only.
+std::vector<FlushMessage> FlushMachine::lastWords() const {
+  if (!leaveReport_) return {};
+  return {{.kind = Kind::kLeft, .report = *leaveReport_}, endedNow()};
+}
+
 // A report is lost if its connection breaks, if too many messages wait, or if a topic opens late. A
 // rank that lacks our report cannot decide. A rank that has decided is not frozen and resends
 // nothing by itself. So a rank that lacks a report asks for it, and sends its own again.

@@ -139,6 +139,9 @@ class FlushMachine {
   bool doAllLeave() const;
   // The caller has ended its last operation, and so have all other members.
   FlushActions leave();
+  // Returns the messages that tell a member all that this rank has said of its leave. Empty: it has
+  // not left.
+  std::vector<FlushMessage> lastWords() const;
 
   // -- how the series ends (flush_close.cc)
 

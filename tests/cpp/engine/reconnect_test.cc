@@ -1,6 +1,7 @@
 // Connections break under a healthy job: they are made again, no data is lost, and no rank is
 // accused (docs/connections.md, "When a connection breaks").
 #include <atomic>
+#include <functional>
 #include <future>
 #include <gtest/gtest.h>
 #include <latch>
@@ -595,6 +596,83 @@ TEST(IdleGroup, ReconnectsAsWell) {
     messages.abort({ErrorCode::kAborted, "the end"});
   });
 }
+
+// ---- groups that are gone when the connection stands again
+
+// Holds up the thread of an engine's loop. Meanwhile this engine neither calls nor answers a peer
+// whose connection has broken.
+class HeldLoop {
+ public:
+  explicit HeldLoop(EventLoop& loop) {
+    std::promise<void> isHeld;
+    loop.post([&isHeld, goesOn = goesOn_.get_future().share()] {
+      isHeld.set_value();
+      goesOn.wait();
+    });
+    isHeld.get_future().wait();
+  }
+  ~HeldLoop() { goesOn_.set_value(); }
+
+ private:
+  std::promise<void> goesOn_;
+};
+
+class GoneGroup : public ::testing::TestWithParam<const char*> {
+ protected:
+  // Rank 0 calls `go` while its connection is broken, so all that it sends is lost. Rank 1 calls
+  // `rest` when the connection is being made again.
+  void run(const std::function<void(Group& job)>& begin, const std::function<void(Group& job)>& go,
+           const std::function<void(Group& job)>& rest) {
+    std::latch begun(2), gone(2), over(2);
+    EventLoop* loopOfOther = nullptr;
+    runRanks({.size = 2, .transports = {GetParam()}, .failureTimeout = 20s}, [&](Group& job) {
+      if (job.rank() == 1) loopOfOther = &job.engine().loop();
+      begin(job);
+      begun.arrive_and_wait();
+      if (job.rank() == 0) {
+        const HeldLoop held(*loopOfOther);
+        SocketBreaker::breakAll(How::kReset);
+        const auto& peer = job.membership()->peer(1);
+        EXPECT_TRUE(eventually([&] {
+          return peer->channel->put({{0, 64, 1}, 0, {}, {64, 1}}).code() == ErrorCode::kPeerLost;
+        }));
+        go(job);
+      }
+      gone.arrive_and_wait();
+      if (job.rank() == 1) rest(job);
+      expectPeace(job);
+      over.arrive_and_wait();
+    });
+  }
+  std::unique_ptr<Group> groupIn(Group& job) {
+    auto group = Group::createWithin(
+        job.membership(),
+        {.name = "gone", .rank = job.rank(), .size = 2, .mailboxBytes = kMailboxBytes}, soon());
+    EXPECT_TRUE(group.ok()) << group.error().message;
+    return group.ok() ? std::move(*group) : nullptr;
+  }
+
+  std::unique_ptr<Group> groups_[2];  // by rank
+};
+
+// A rank that has not heard that another one has left would wait for it until its deadline.
+TEST_P(GoneGroup, ItsLeaveIsHeardOf) {
+  run(
+      [&](Group& job) {
+        groups_[job.rank()] = groupIn(job);
+        ASSERT_TRUE(barrier(*groups_[job.rank()], soon()).ok());
+      },
+      [&](Group&) {
+        groups_[0]->leave(Deadline::after(0s));
+        groups_[0].reset();
+      },
+      [&](Group&) {
+        EXPECT_TRUE(eventually([&] { return !groups_[1]->agent().isActive(0); }));
+        groups_[1].reset();
+      });
+}
+
+INSTANTIATE_TEST_SUITE_P(Wires, GoneGroup, ::testing::Values("tcp", "sim"));
 
 }  // namespace
 }  // namespace mooncake::test

@@ -171,6 +171,21 @@ TEST(FlushMachine, ARankThatStaysGetsTheLeaveReports) {
   EXPECT_TRUE(std::ranges::find(told[0].to, 3) != told[0].to.end());
 }
 
+// A break may have lost all that a leaver said of itself, and all that it passed on.
+TEST(FlushMachine, TheLastWordsOfALeaverSayAllThatItKnows) {
+  Leavers ranks(3);
+  EXPECT_TRUE(ranks.machines[0].lastWords().empty()) << "it has not left";
+  const FlushMessage theirs{.kind = Kind::kEnded, .ended = 1, .alsoEnded = {1}, .leaving = {1}};
+  ranks.machines[0].received(1, theirs, kNow);
+  ranks.machines[0].leave();
+  EXPECT_FALSE(ranks.knowsAll(2));
+  for (const FlushMessage& message : ranks.machines[0].lastWords())
+    ranks.machines[2].received(0, message, kNow);
+  EXPECT_TRUE(ranks.knowsAll(2)) << "rank 1's end, too";
+  EXPECT_FALSE(ranks.machines[2].isActive(0));
+  EXPECT_TRUE(ranks.machines[2].doAllLeave());
+}
+
 // A member that leaves waits for other members no longer than its deadline.
 TEST(FlushMachine, AnOperationThatALeaverHasEndedIsStillAwaited) {
   FlushMachine machine = machineOf(0, 2);
