@@ -75,7 +75,7 @@ bool MessagePairs::payAcks() {
 }
 
 // By a control message, because their memory may be gone by then. If it is lost with its connection,
-// they wait until their messages time out. Wire form:
+// the engine repeats it. Wire form:
 //   u64 messages that we sent  u8 isLast  u32 count  u64 their messages that we fetched [count]
 void MessagePairs::sayThatWeLeft() {
   for (int r = 0; r < size(); ++r) {
@@ -83,6 +83,7 @@ void MessagePairs::sayThatWeLeft() {
     const auto& peer = group_->window().peer(r);
     if (!peer || group_->isGone(r)) continue;
     const std::deque<uint64_t>& acks = pair.mailboxes.unread();
+    std::vector<Bytes> words;
     size_t told = 0;
     do {
       const size_t more = std::min(acks.size() - told, kAcksPerMessage);
@@ -90,8 +91,10 @@ void MessagePairs::sayThatWeLeft() {
       last.put(pair.mailboxes.sent()).put(static_cast<uint8_t>(told + more == acks.size()));
       last.put(static_cast<uint32_t>(more));
       for (size_t i = 0; i < more; ++i) last.put(acks[told++]);
-      (void)group_->engine().send(*peer, pair.met->topic, last.take());
+      words.push_back(last.take());
     } while (told < acks.size());
+    group_->engine().keepLastWords({peer}, pair.met->topic, words);
+    for (const Bytes& word : words) (void)group_->engine().send(*peer, pair.met->topic, word);
   }
 }
 

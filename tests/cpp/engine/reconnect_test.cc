@@ -672,6 +672,32 @@ TEST_P(GoneGroup, ItsLeaveIsHeardOf) {
       });
 }
 
+// Neither a message that it never sent comes, nor the acknowledgement of one that it has fetched.
+TEST_P(GoneGroup, TheEndOfItsMessagesIsHeardOf) {
+  std::unique_ptr<PointToPoint> messages[2];
+  run(
+      [&](Group& job) {
+        const auto r = size_t(job.rank());
+        groups_[r] = groupIn(job);
+        messages[r] = std::make_unique<PointToPoint>(*groups_[r]);
+        ASSERT_TRUE(barrier(*groups_[r], soon()).ok());
+      },
+      [&](Group&) {
+        messages[0]->abort({ErrorCode::kAborted, "the end"});
+        messages[0].reset();
+        groups_[0].reset();
+      },
+      [&](Group&) {
+        Bytes room(8);
+        const auto message = messages[1]->receive(room, 0, 1, soon());
+        EXPECT_TRUE(messages[1]->wait(*message, soon()));
+        EXPECT_EQ(message->status().code(), ErrorCode::kPeerLost)
+            << message->status().error().message;
+        messages[1]->abort({ErrorCode::kAborted, "the end"});
+        groups_[1].reset();
+      });
+}
+
 INSTANTIATE_TEST_SUITE_P(Wires, GoneGroup, ::testing::Values("tcp", "sim"));
 
 }  // namespace
