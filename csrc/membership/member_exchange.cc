@@ -22,6 +22,25 @@ ByteView viewOf(const std::string& text) {
   return std::as_bytes(std::span(text.data(), std::min(text.size(), kMostText)));
 }
 
+template <typename Kind>
+Bytes encode(Kind kind, ByteView body) {
+  return ByteWriter().put(static_cast<uint8_t>(kind)).putRaw(body).take();
+}
+
+// Sends the message to each member in the job. A member may lose it and ask for it when the sender's
+// exchange is gone, so the engine repeats it.
+void tellMembers(const Membership& membership, const MemberExchange::Options& options,
+                 const Bytes& message) {
+  const View view = membership.viewOf(*options.roster);
+  std::vector<std::shared_ptr<Peer>> members;
+  for (const int job : options.jobRanks) {
+    const auto& peer = options.roster->peer(job);
+    if (peer && view.active.contains(job)) members.push_back(peer);
+  }
+  membership.engine().keepLastWords(members, options.topic, {message});
+  for (const auto& peer : members) (void)membership.engine().send(*peer, options.topic, message);
+}
+
 std::string nameGivingUp(const MemberExchange::Options& options, int rank) {
   return "rank " + std::to_string(rank) + " could not make group '" + options.group + "': ";
 }
@@ -43,11 +62,7 @@ MemberExchange::MemberExchange(std::shared_ptr<Membership> membership, Options o
   membership_->engine().openTopic(
       options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
   // Tells every member, also one whose part is here: we may be done and gone before it asks.
-  const View view = membership_->viewOf(*options_.roster);
-  for (int r = 0; r < size; ++r) {
-    if (r != options_.rank && view.active.contains(options_.jobRanks[size_t(r)]))
-      tell(r, Kind::kPart, mine_);
-  }
+  tellMembers(*membership_, options_, encode(Kind::kPart, mine_));
   failpoint("part-told");
 }
 
@@ -75,14 +90,7 @@ Result<std::vector<std::optional<Bytes>>> MemberExchange::collect(Deadline deadl
 
 Error MemberExchange::refuse(const std::shared_ptr<Membership>& membership, const Options& options,
                              const Error& why) {
-  const View view = membership->viewOf(*options.roster);
-  const Bytes message =
-      ByteWriter().put(static_cast<uint8_t>(Kind::kGaveUp)).putRaw(viewOf(why.message)).take();
-  for (const int job : options.jobRanks) {
-    const auto& peer = options.roster->peer(job);
-    if (peer && view.active.contains(job))
-      (void)membership->engine().send(*peer, options.topic, message);
-  }
+  tellMembers(*membership, options, encode(Kind::kGaveUp, viewOf(why.message)));
   return {why.code, nameGivingUp(options, options.rank) + why.message};
 }
 
@@ -91,11 +99,7 @@ void MemberExchange::giveUp(const Error& why) {
     Lock lock(mutex_);
     if (gaveUp_) return;
   }
-  const View view = membership_->viewOf(*options_.roster);
-  for (const auto& [id, rank] : ranksById_) {
-    if (view.active.contains(options_.jobRanks[size_t(rank)]))
-      tell(rank, Kind::kGaveUp, viewOf(why.message));
-  }
+  (void)refuse(membership_, options_, why);
 }
 
 // Members in the job whose parts have not come.
@@ -117,9 +121,8 @@ Error MemberExchange::timedOut(const std::vector<int>& missing) const {
 
 // A failed send is ignored: the peer is soon out, or it reconnects and asks.
 void MemberExchange::tell(int rank, Kind kind, ByteView body) {
-  const Bytes message = ByteWriter().put(static_cast<uint8_t>(kind)).putRaw(body).take();
   if (const auto& peer = options_.roster->peer(options_.jobRanks[size_t(rank)]))
-    (void)membership_->engine().send(*peer, options_.topic, message);
+    (void)membership_->engine().send(*peer, options_.topic, encode(kind, body));
 }
 
 void MemberExchange::onMessage(const EngineId& from, ByteView message) {

@@ -617,6 +617,8 @@ class HeldLoop {
   std::promise<void> goesOn_;
 };
 
+std::atomic<int> partsTold{0};
+
 class GoneGroup : public ::testing::TestWithParam<const char*> {
  protected:
   // Rank 0 calls `go` while its connection is broken, so all that it sends is lost. Rank 1 calls
@@ -695,6 +697,49 @@ TEST_P(GoneGroup, TheEndOfItsMessagesIsHeardOf) {
             << message->status().error().message;
         messages[1]->abort({ErrorCode::kAborted, "the end"});
         groups_[1].reset();
+      });
+}
+
+// Rank 0 has rank 1's part, so it has made the group, and is gone before rank 1 has its part.
+TEST_P(GoneGroup, ThatItWasMadeIsHeardOf) {
+  constexpr uint64_t kDoor = 7;
+  std::promise<void> hasCome;
+  std::future<std::unique_ptr<Group>> making;
+  partsTold = 0;
+  observeFailpoints([](const char* name) { partsTold += std::string_view(name) == "part-told"; });
+  run(
+      [&](Group& job) {
+        if (job.rank() == 1) {
+          making = std::async(std::launch::async, [&] { return groupIn(job); });
+          ASSERT_TRUE(eventually([&] { return partsTold == 1; }));
+          // Arrives after the part.
+          ASSERT_TRUE(job.engine().send(*job.membership()->peer(0), kDoor, Bytes(1)).ok());
+        } else {
+          job.engine().openTopic(kDoor, [&](const EngineId&, ByteView) { hasCome.set_value(); });
+          hasCome.get_future().wait();
+          job.engine().closeTopic(kDoor);
+        }
+      },
+      [&](Group& job) {
+        const auto group = groupIn(job);
+        ASSERT_TRUE(group);
+        group->leave(Deadline::after(0s));
+      },
+      [&](Group&) { EXPECT_NE(making.get(), nullptr); });
+}
+
+TEST_P(GoneGroup, ThatItCouldNotBeMadeIsHeardOf) {
+  run([](Group&) {},
+      [](Group& job) {
+        const auto group = Group::createWithin(
+            job.membership(), {.name = "gone", .rank = 0, .size = 2, .slotBytes = size_t(1) << 40},
+            soon());
+        EXPECT_EQ(group.status().code(), ErrorCode::kExhausted);
+      },
+      [](Group& job) {
+        const auto group =
+            Group::createWithin(job.membership(), {.name = "gone", .rank = 1, .size = 2}, soon());
+        EXPECT_EQ(group.status().code(), ErrorCode::kAborted);
       });
 }
 
