@@ -30,6 +30,7 @@ PointToPoint::PointToPoint(Group& group, bool untilReceived)
       pairs_(group),
       oneSided_(group, [this](int to, uint64_t number)
                            REQUIRES(progressLock_) { acknowledge(to, number); }),
+      early_(pairs_, oneSided_),
       scratch_(new MailboxCell) {
   watchReconnectsOf(group);
   listen(*pairs_.newest());
@@ -277,7 +278,7 @@ bool PointToPoint::progressLocked() {
     pairs_[from].tagsHeld.clear();
     const bool wanted = std::exchange(pairs_[from].wanted, false) || fromAll;
     if (!wanted || from == group().rank() || pairs_[from].isClosed) continue;
-    takeIn(from);
+    if (const Status taken = early_.takeIn(from); !taken.ok()) group().fail(taken.error());
     // A process that was evicted may go on to store messages. A receive that ends now without one must
     // not be followed by one that gets it.
     pairs_[from].isClosed = pairs_[from].isOut;
@@ -377,27 +378,19 @@ bool PointToPoint::advanceReceive(Message& message) {
     return true;
   }
   for (int from = message.firstSource(); from <= message.lastSource(pairs_.size()); ++from) {
-    MessagePair& pair = pairs_[from];
-    for (auto early = pair.early.begin(); early != pair.early.end(); ++early) {
-      if (early->tag != message.tag_) continue;
-      if (early->bytes != message.data_.size()) {
-        // The message stays: a receive of the right size can still take it.
-        end(message,
-            Error{ErrorCode::kInvalidArgument,
-                  group().nameRank(from) + " sent a message of " + std::to_string(early->bytes) +
-                      " bytes with tag " + std::to_string(message.tag_) +
-                      ", but the tensor to receive it has " + std::to_string(message.data_.size()) +
-                      " bytes"});
-        return true;
-      }
-      message.peer_ = from;
-      const EarlyMessage taken = std::move(*early);
-      pair.earlyBytes -= taken.heldBytes();
-      pair.early.erase(early);
-      const bool finished = takeEarly(message, taken);
-      pair.mailboxes.giveBackCells();
-      return finished;
+    const EarlyMessage* const early = early_.find(from, message.tag_);
+    if (!early) continue;
+    if (early->bytes != message.data_.size()) {
+      // The message stays: a receive of the right size can still take it.
+      end(message, Error{ErrorCode::kInvalidArgument,
+                         group().nameRank(from) + " sent a message of " +
+                             std::to_string(early->bytes) + " bytes with tag " +
+                             std::to_string(message.tag_) + ", but the tensor to receive it has " +
+                             std::to_string(message.data_.size()) + " bytes"});
+      return true;
     }
+    message.peer_ = from;
+    return takeEarly(message, early_.take(from, message.tag_));
   }
   return false;
 }
@@ -458,12 +451,8 @@ void PointToPoint::endLate(Message& message) {
 void PointToPoint::giveUp(Message& message, Status status) {
   if (message.fetch_) {
     group().window().cancel(*message.fetch_);
-    MessagePair& pair = pairs_[message.peer_];
-    const auto behind =
-        std::ranges::upper_bound(pair.early, message.number_, {}, &EarlyMessage::number);
-    const auto back = pair.early.insert(
-        behind, {message.number_, message.tag_, message.data_.size(), message.source_, {}});
-    pair.earlyBytes += back->heldBytes();
+    early_.putBack(message.peer_,
+                   {message.number_, message.tag_, message.data_.size(), message.source_, {}});
   }
   end(message, std::move(status));
 }
@@ -474,7 +463,8 @@ void PointToPoint::giveUp(Message& message, Status status) {
 // it in the group's active ranks, too.
 Status PointToPoint::lost(const Message& message) const {
   const auto isGone = [&](int r) REQUIRES(progressLock_) {
-    return pairs_[r].isOut || (message.isSent() ? pairs_[r].left.has_value() : hasSentAll(r));
+    return pairs_[r].isOut ||
+           (message.isSent() ? pairs_[r].left.has_value() : early_.hasSentAll(r));
   };
   if (message.peer_ != kAnySource) {
     if (message.peer_ == group().rank() || !isGone(message.peer_)) return {};

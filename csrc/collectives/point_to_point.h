@@ -12,6 +12,7 @@
 
 #include "base/deadline.h"
 #include "base/result.h"
+#include "collectives/early_messages.h"
 #include "collectives/message.h"
 #include "collectives/message_pairs.h"
 #include "collectives/one_sided.h"
@@ -149,11 +150,8 @@ class PointToPoint {
   void listen(const Meeting& place);
   void watchReconnectsOf(Group& group);
   void onReconnected(int rank) EXCLUDES(progressLock_);
-  void takeIn(int from) REQUIRES(progressLock_);
-  bool takeOne(int from, const MailboxCell& cell) REQUIRES(progressLock_);
   void acknowledge(int to, uint64_t number) REQUIRES(progressLock_);
   void stopListening() EXCLUDES(progressLock_);
-  bool hasSentAll(int rank) const REQUIRES(progressLock_);
   void endLate(Message& message) REQUIRES(progressLock_);
   Status lost(const Message& message) const REQUIRES(progressLock_);
   std::string titleOf(const Message& message) const REQUIRES(progressLock_);
@@ -168,6 +166,7 @@ class PointToPoint {
   ProgressLock progressLock_;
   MessagePairs pairs_ GUARDED_BY(progressLock_);
   OneSided oneSided_ GUARDED_BY(progressLock_);
+  EarlyMessages early_ GUARDED_BY(progressLock_);
   // In the order of the calls.
   std::list<std::shared_ptr<Message>> active_ GUARDED_BY(progressLock_);
   std::atomic<bool> owes_{false};        // written with the lock

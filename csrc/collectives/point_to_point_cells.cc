@@ -1,4 +1,4 @@
-// The mailboxes: how a message gets into the peer's, and out of ours.
+// The mailboxes: how a message gets into the peer's. EarlyMessages takes it out of ours.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -9,11 +9,6 @@
 
 namespace mooncake {
 namespace {
-
-// Bytes per sender that may pile up here: messages for which no receive was called yet, and
-// acknowledgements that the sender has not read. Beyond this, messages stay in the mailbox and the
-// sender waits.
-constexpr size_t kEarlyBudget = 64 << 20;
 
 CellKind cellKindOf(Message::Kind kind) {
   if (kind == Message::Kind::kPut) return CellKind::kPut;
@@ -116,60 +111,10 @@ void PointToPoint::onReconnected(int rank) {
   ring();
 }
 
-// Takes the messages that have arrived from a rank out of its mailbox.
-void PointToPoint::takeIn(int from) {
-  MessagePair& pair = pairs_[from];
-  const auto held = [&]() REQUIRES(progressLock_) {
-    return pair.earlyBytes + oneSided_.heldBytes(from) +
-           pair.mailboxes.unread().size() * sizeof(uint64_t);
-  };
-  while (held() <= kEarlyBudget) {
-    const MailboxCell* const cell = pair.mailboxes.arrived();
-    if (!cell) return;
-    if (!takeOne(from, *cell)) {
-      group().fail(
-          {ErrorCode::kProtocol, group().nameRank(from) + " sent a message that does not decode"});
-      return;
-    }
-    pair.mailboxes.take();
-    pair.mailboxes.giveBackCells();
-  }
-}
-
-// Takes one message out of its cell. False: the content of the cell is invalid. Each field is read
-// once, into our own memory, because the sender may still change the cell.
-bool PointToPoint::takeOne(int from, const MailboxCell& cell) {
-  MessagePair& pair = pairs_[from];
-  const uint64_t number = pair.mailboxes.taken() + 1;
-  const CellKind kind = cell.kind;
-  EarlyMessage early{number, cell.tag, cell.bytes, cell.region, {}};
-  if (early.bytes > kCellPayload && early.isWhole()) return false;
-  if (!early.isWhole() && early.region.bytes < early.bytes) return false;
-  if (early.isWhole()) early.payload.assign(cell.payload, cell.payload + early.bytes);
-  switch (kind) {
-    case CellKind::kMessage:
-      pair.earlyBytes += early.heldBytes();
-      pair.early.push_back(std::move(early));
-      return true;
-    case CellKind::kPut:
-    case CellKind::kSignal:
-      return oneSided_.take(from, {kind, early.tag, number, early.bytes, cell.offset, early.region,
-                                   std::move(early.payload)});
-  }
-  return false;
-}
-
 void PointToPoint::acknowledge(int to, uint64_t number) {
   MailboxPair& mailboxes = pairs_[to].mailboxes;
   mailboxes.acknowledge(number, group().isGone(to));
   if (mailboxes.owes()) owes_ = true;
-}
-
-// True if the rank has left the group and all that it sent has been taken in here. A put may be
-// fetched later than the messages after it are taken.
-bool PointToPoint::hasSentAll(int rank) const {
-  const MessagePair& pair = pairs_[rank];
-  return pair.left && pair.mailboxes.taken() >= *pair.left && !oneSided_.holdsBack(rank);
 }
 
 }  // namespace mooncake
