@@ -365,6 +365,10 @@ bool PointToPoint::advanceReceive(Message& message) {
     } else if (group().isOut(message.peer_) || pairs_[message.peer_].left) {
       end(message,
           Error{ErrorCode::kPeerLost, titleOf(message) + ": " + group().whyGone(message.peer_)});
+    } else if (code == ErrorCode::kRefused && group().renewal().mayClose()) {
+      // A peer that is taken out of the group gives up its messages when it moves. This rank may move
+      // later, and the peer's word that it has left may be on its way.
+      return false;
     } else if (code == ErrorCode::kRefused) {
       end(message, Error{code, titleOf(message) + ": it gave up this message of " +
                                    std::to_string(message.data_.size()) + " bytes with tag " +
@@ -447,12 +451,14 @@ void PointToPoint::endLate(Message& message) {
 }
 
 // Ends the message with an error. Its memory is not written afterwards. A message that it was
-// fetching waits for the next receive.
+// fetching waits for the next receive, unless the sender is lost: no receive could fetch it, and the
+// next one may be meant for a later message.
 void PointToPoint::giveUp(Message& message, Status status) {
   if (message.fetch_) {
     group().window().cancel(*message.fetch_);
-    early_.putBack(message.peer_,
-                   {message.number_, message.tag_, message.data_.size(), message.source_, {}});
+    if (status.code() != ErrorCode::kPeerLost)
+      early_.putBack(message.peer_,
+                     {message.number_, message.tag_, message.data_.size(), message.source_, {}});
   }
   end(message, std::move(status));
 }

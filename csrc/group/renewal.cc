@@ -61,6 +61,11 @@ std::optional<SeriesClose> Renewal::close() const {
   return agent_.machine_.close();
 }
 
+bool Renewal::mayClose() const {
+  Lock lock(agent_.mutex_);
+  return agent_.machine_.isFrozen() || agent_.machine_.close();
+}
+
 // An operation that ends with an error ends its call. So does one that ended without this rank's
 // caller, with an error or because the caller was late: no operation that may leave out late ranks
 // says that its call goes on.

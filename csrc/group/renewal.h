@@ -39,6 +39,8 @@ class Renewal {
   // Set once the place has been decided and this rank has acted on the decision; it stays. Other
   // members may know it sooner or later. Any thread.
   std::optional<SeriesClose> close() const;
+  // True: close() is set, or a flush is under way, which may set it. Any thread.
+  bool mayClose() const;
   // True: the series has ended on this rank: close() is set, and its place is reached. No operation
   // begins here any more. Any thread; one load.
   bool hasEnded() const;
