@@ -85,6 +85,24 @@ def _parser() -> ArgumentParser:
         help="With --on-death replace: most replacements of one rank in ten minutes. A rank that "
         f"dies once more stays dead. {MAX_REPLACEMENTS} if not given.",
     )
+    parser.add_argument(
+        "--spares",
+        action=env,
+        type=int,
+        default=0,
+        metavar="N",
+        help="With --on-death replace: processes of each host that have imported torch and this "
+        "package, and wait to become the replacement of a rank.",
+    )
+    parser.add_argument(
+        "--spare-preload",
+        "--spare_preload",
+        action=env,
+        type=str,
+        default="",
+        metavar="MODULE[,MODULE]",
+        help="Modules that spares import, too.",
+    )
     return parser
 
 
@@ -95,7 +113,11 @@ def _agent(given: Namespace, journal: Journal) -> Callable[..., LocalElasticAgen
         return partial(ContinuingAgent, journal)
     limit = given.max_replacements
     return partial(
-        ReplacingAgent, journal, budget=Budget(MAX_REPLACEMENTS if limit is None else limit)
+        ReplacingAgent,
+        journal,
+        budget=Budget(MAX_REPLACEMENTS if limit is None else limit),
+        spares=given.spares,
+        preload=given.spare_preload,
     )
 
 
@@ -111,10 +133,26 @@ def _wrong(given: Namespace) -> str | None:
         return "--max-replacements is for --on-death replace"
     if given.max_replacements is not None and given.max_replacements < 0:
         return f"--max-replacements must be 0 or more, not {given.max_replacements}"
+    if wrong := _wrong_spares(given):
+        return wrong
     try:
         tempfile.gettempdir()
     except OSError as error:
         return f"{error}: set TMPDIR to a folder that can be written"
+    return None
+
+
+def _wrong_spares(given: Namespace) -> str | None:
+    if given.spares < 0:
+        return f"--spares must be 0 or more, not {given.spares}"
+    if given.spares == 0:
+        return "--spare-preload needs --spares" if given.spare_preload else None
+    if given.on_death != "replace":
+        return "--spares is for --on-death replace"
+    if given.no_python:
+        return "--spares needs a Python program, and --no-python starts any: give up one of them"
+    if getattr(given, "numa_binding", None):  # since torch 2.9
+        return "--spares cannot go with --numa-binding: a spare would be bound to no node"
     return None
 
 

@@ -75,6 +75,7 @@ LONGER = [
     "replacing",
     "restarts",
     "seen_losses",
+    "spares",
     "transfer_bench",
     "transfer_fabric",
     "transfer_faults",

@@ -502,7 +502,7 @@ def check_sums(site: Site, victims: Sequence[Sequence[int]], output: str) -> Non
         seen = site.heard(f"seen-{int(rank in came)}", rank)
         assert seen[-1] == everybody
     for rank in came:
-        died = r"killed by SIGKILL +replaced after [\d.]+ m?s, went on"
+        died = r"killed by SIGKILL +replaced after [\d.]+ m?s( \(spare\))?, went on"
         assert re.search(died, row(output, str(rank)))
 
 

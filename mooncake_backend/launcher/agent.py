@@ -37,6 +37,7 @@ class Process:
     incarnation: 0 for the rank's first process, 1 for its first replacement
     started: on the clock of RestartingAgent.now()
     waits: the lines that this rank has written
+    was_spare: it waited as a spare before `started`
     stopped: the launcher has ended it
     """
 
@@ -45,6 +46,7 @@ class Process:
     started: float
     error_file: str
     waits: Waits
+    was_spare: bool = False
     stopped: bool = False
 
 
@@ -76,12 +78,19 @@ class RestartingAgent(LocalElasticAgent):
             self.add(worker.local_rank, worker.global_rank, 0, file)
         return pids
 
-    def add(self, local_rank: int, rank: int, incarnation: int, error_file: str) -> None:
-        """Notes a process that has just been started."""
+    def add(
+        self,
+        local_rank: int,
+        rank: int,
+        incarnation: int,
+        error_file: str,
+        was_spare: bool = False,
+    ) -> None:
+        """Notes a process that has just become a rank."""
         # This runs long before the rank can be held up by the loss of another one.
         waits.ask(error_file)
         self.running[local_rank] = Process(
-            rank, incarnation, self.now(), error_file, Waits(error_file)
+            rank, incarnation, self.now(), error_file, Waits(error_file), was_spare
         )
 
     def now(self) -> float:
@@ -132,6 +141,7 @@ class RestartingAgent(LocalElasticAgent):
                 joined=process.waits.joined,
                 node=self.node,
                 incarnation=process.incarnation,
+                was_spare=process.was_spare,
             )
             self.journal.endings.append(ending)
             found.append(ending)

@@ -27,6 +27,7 @@ class Ending:
     joined: when the launcher learned that this replacement is in the job; None: never
     node: number of the launcher that saw the end
     incarnation: 0 for the rank's first process, 1 for its first replacement
+    was_spare: the process had been started before its predecessor ended
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Ending:
     joined: float | None = None
     node: int = 0
     incarnation: int = 0
+    was_spare: bool = False
 
     @property
     def finished(self) -> bool:
@@ -54,12 +56,15 @@ class Ending:
     def how(self) -> str:
         if self.finished:
             return "finished"
-        text = _signal_name(-self.code) if self.code < 0 else f"exit code {self.code}"
         if self.stopped:
+            text = _signal_name(-self.code) if self.code < 0 else cause(self.code)
             return f"stopped by the launcher ({text})"
-        if self.code < 0:
-            text = f"killed by {text}"
-        return f"{text}: {self.message}" if self.message else text
+        return f"{cause(self.code)}: {self.message}" if self.message else cause(self.code)
+
+
+def cause(code: int) -> str:
+    """Of the end of a process with this exit code."""
+    return f"killed by {_signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
 def failures(endings: Iterable[Ending]) -> list[Ending]:
@@ -136,7 +141,8 @@ def _row(ending: Ending, endings: Sequence[Ending], last: int) -> tuple[str, ...
     ]
     said = []
     if next_ is not None:
-        said.append(f"replaced after {_duration(max(0.0, next_.started - ending.ended))}")
+        spare = " (spare)" if next_.was_spare else ""
+        said.append(f"replaced after {_duration(max(0.0, next_.started - ending.ended))}{spare}")
     if outlived or waits:
         said.append("went on" + (f" after {_duration(max(waits))}" if waits else ""))
     if outlived:

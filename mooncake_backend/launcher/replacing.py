@@ -21,6 +21,7 @@ from mooncake_backend.launcher.agent import ContinuingAgent
 from mooncake_backend.launcher.budget import WINDOW, Budget
 from mooncake_backend.launcher.endings import Ending, Journal
 from mooncake_backend.launcher.ends import Ends
+from mooncake_backend.launcher.spares import Spares
 from mooncake_backend.ranks import name_ranks
 
 log = logging.getLogger(__name__)
@@ -51,13 +52,21 @@ class ReplacingAgent(ContinuingAgent):
     """
 
     def __init__(
-        self, journal: Journal, spec: WorkerSpec, *positional: Any, budget: Budget, **named: Any
+        self,
+        journal: Journal,
+        spec: WorkerSpec,
+        *positional: Any,
+        budget: Budget,
+        spares: int = 0,
+        preload: str = "",
+        **named: Any,
     ) -> None:
         super().__init__(journal, spec, *positional, **named)
         self.budget = budget
         self.interval = spec.monitor_interval
         spec.monitor_interval = 0.0  # _monitor_workers() waits
         self.ends = Ends()
+        self.spares = Spares(spares, preload, self.ends)
         self.members: set[int] = set()  # local ranks
         self.deaths: dict[int, Death] = {}  # by local rank
         self.tails: dict[int, list[Any]] = {}  # of the running replacements, by local rank
@@ -72,6 +81,8 @@ class ReplacingAgent(ContinuingAgent):
         self.members = set(self.running)
         for local_rank, pid in pids.items():
             self.ends.watch(local_rank, pid)
+        if self.spares.wanted:
+            self.spares.begin(*torch_parts.program(self), time.monotonic())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -83,6 +94,8 @@ class ReplacingAgent(ContinuingAgent):
         self.nodes.tell(bool(self.members))
         if self.deaths or self._newcomers():
             self._replace(worker_group)
+        if self.spares.wanted:
+            self.starter.submit(self.spares.keep, time.monotonic()).result()
         return self.meet()
 
     def meet(self) -> RunResult:
@@ -95,6 +108,7 @@ class ReplacingAgent(ContinuingAgent):
 
     def _shutdown(self, *positional: Any, **named: Any) -> None:
         self.starter.shutdown()
+        self.spares.close()
         self.deaths.clear()
         super()._shutdown(*positional, **named)
         self.ends.close()
@@ -108,7 +122,8 @@ class ReplacingAgent(ContinuingAgent):
         now = time.monotonic()
         if (self.deaths or self._newcomers()) and not self.members:
             return SHORT
-        return min([self.interval, *(death.due - now for death in self.deaths.values())])
+        dues = [self.spares.next_start(), *(death.due for death in self.deaths.values())]
+        return min(self.interval, min(dues) - now)
 
     def _newcomers(self) -> list[int]:
         """Local ranks of the replacements that run and are no members yet."""
@@ -191,8 +206,9 @@ class ReplacingAgent(ContinuingAgent):
     def _start_process(self, local_rank: int, ending: Ending) -> int:
         """Returns its process id. Runs on the starter's thread, while the main thread waits."""
         number = ending.incarnation + 1
-        started = torch_parts.start_again(self, local_rank, number, ADDED)
-        self.add(local_rank, ending.rank, number, started.error_file)
+        become = self.spares.become if self.spares.wanted else None
+        started = torch_parts.start_again(self, local_rank, number, ADDED, become)
+        self.add(local_rank, ending.rank, number, started.error_file, started.was_spare)
         self.tails[local_rank] = started.tails
         self.ends.watch(local_rank, started.pid)
         del self.deaths[local_rank]

@@ -13,16 +13,22 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 from typing import Any, NamedTuple
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.multiprocessing.subprocess_handler import (
+    SubprocessHandler,
+    get_subprocess_handler,
+)
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher import api
+
+from mooncake_backend.launcher import ends
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +63,15 @@ def error_files(agent: LocalElasticAgent) -> dict[int, str]:
     return {rank: str(file) for rank, file in files.items() if str(file) != os.devnull}
 
 
+def program(agent: LocalElasticAgent) -> tuple[list[str], dict[str, str]]:
+    """The command of the first rank of this host, and the variables that are the same in all ranks
+    of the host."""
+    context = _context(agent)
+    first = min(context.envs)
+    same = set.intersection(*[set(variables.items()) for variables in context.envs.values()])
+    return [str(context.entrypoint), *context.args[first]], {**os.environ, **dict(same)}
+
+
 class Replacement(NamedTuple):
     """A process that start_again() has started. tails: readers that copy its output to the
     launcher's (--tee); stop() returns once they have copied all of it."""
@@ -64,15 +79,38 @@ class Replacement(NamedTuple):
     pid: int
     error_file: str
     tails: list[TailLog]
+    was_spare: bool
+
+
+# Spares.become().
+Become = Callable[..., "Popen[bytes] | None"]
+
+
+class _SpareHandler(SubprocessHandler):
+    """Starts a process only if there is no spare that becomes one."""
+
+    def __init__(self, become: Become, **given: Any) -> None:
+        self._become = become
+        super().__init__(**given)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
+        spare = self._become(args, env, self._stdout, self._stderr)
+        self.was_spare = spare is not None
+        return super()._popen(args, env) if spare is None else spare
 
 
 def start_again(
-    agent: LocalElasticAgent, local_rank: int, number: int, added: dict[str, str]
+    agent: LocalElasticAgent,
+    local_rank: int,
+    number: int,
+    added: dict[str, str],
+    become: Become | None = None,
 ) -> Replacement:
     """Starts a process in the place of the one of `local_rank`, which has ended, as
-    SubprocessContext._start does. It is the rank's replacement `number`. Its environment is its
-    predecessor's and `added`; its files are in a folder of its own. OSError if the system starts no
-    process; then, and after any other exception, there is none."""
+    SubprocessContext._start does, or makes a spare this process if `become` has one. It is the
+    rank's replacement `number`. Its environment is its predecessor's and `added`; its files are in
+    a folder of its own. OSError if the system starts no process; then, and after any other
+    exception, there is none."""
     context = _context(agent)
 
     def moved(path: str) -> str:
@@ -88,7 +126,8 @@ def start_again(
     more: dict[str, Any] = {}
     if "numa_options" in inspect.signature(get_subprocess_handler).parameters:  # since torch 2.9
         more["numa_options"] = getattr(context, "_numa_options", None)
-    handler = get_subprocess_handler(
+    make = get_subprocess_handler if become is None else partial(_SpareHandler, become)
+    handler = make(
         entrypoint=str(context.entrypoint),
         args=context.args[local_rank],
         env=environment,
@@ -109,7 +148,8 @@ def start_again(
             local_rank,
             error,
         )
-    return Replacement(handler.proc.pid, moved(error_file), tails)
+    was_spare = getattr(handler, "was_spare", False)
+    return Replacement(handler.proc.pid, moved(error_file), tails, was_spare)
 
 
 def replacement_path(path: str, number: int) -> str:
@@ -122,22 +162,8 @@ def replacement_path(path: str, number: int) -> str:
 
 
 def code_if_ended(agent: LocalElasticAgent, local_rank: int) -> int | None:
-    """The exit code as of Popen.poll(); None while the process runs. If it died, all that is left
-    of its process group is killed first: a new process must find no helper of the dead one, and a
-    rank that a dead wrapper started must not live on beside its replacement. Its number names the
-    group for certain only until the process is reaped."""
-    handler = _context(agent).subprocess_handlers[local_rank]
-    if handler.proc.returncode is not None:
-        return handler.proc.returncode
-    try:
-        ended = os.waitid(os.P_PID, handler.proc.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored in this process
-        return handler.proc.poll()
-    if ended is None:
-        return None
-    if (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
-        kill(agent, local_rank)
-    return handler.proc.poll()
+    """ends.code_if_ended() of a rank's process."""
+    return ends.code_if_ended(_context(agent).subprocess_handlers[local_rank].proc)
 
 
 def kill(agent: LocalElasticAgent, local_rank: int) -> None:
