@@ -20,6 +20,7 @@ import bench_ddp
 import bench_failure
 import bench_idle
 import bench_rejoin
+import bench_spares
 import bench_startup
 import gates
 import losses
@@ -189,6 +190,16 @@ def test_time_of_a_replacement(ours, out, gate):
         for row in replaced:
             assert row["init_ms"] <= row["joined_ms"] <= row["first_ms"]
     hold(findings, gate)
+
+
+def test_time_to_all_ranks_with_a_spare(ours, out):
+    need(ours)
+    ranks = 3
+    rows = bench_spares.one_job(ranks, 1)
+    out(bench_spares.show, [bench_spares.summarize(rows, 1)])
+    assert [row["victim"] for row in rows] == list(range(ranks))
+    for row in rows:
+        assert row["replaced_ms"] <= row["whole_ms"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
