@@ -130,6 +130,8 @@ class FlushAgent final : public Membership::Listener,
   // Waits until every other member has ended this operation, or is gone, or the deadline has
   // passed. Then tells the members that we leave, so that they need not ask us any more.
   void leave(uint64_t number, Deadline deadline);
+  // The same at once, for a rank that leaves while the other members are in the next operation.
+  void leaveAlone(Deadline deadline);
   // True if no other member calls an operation that has yet to end here: see
   // FlushMachine::doAllLeave().
   bool doAllLeave();
@@ -207,7 +209,9 @@ class FlushAgent final : public Membership::Listener,
   std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const
       REQUIRES(mutex_);
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
-  bool awaitEnded(uint64_t number, Deadline deadline, bool holdsGoodbyes);
+  // Which members come to leave, too: all of the group or the job, or the group's series, or none.
+  enum class Leavers { kWholeJob, kSeries, kOnlyUs };
+  bool awaitEnded(uint64_t number, Deadline deadline, Leavers leavers);
   Status sendLeave(Deadline deadline);
   void awaitLeaveSent(Deadline deadline);
   void tellSeriesEnd() REQUIRES(mutex_);

@@ -22,7 +22,7 @@ constexpr size_t kAskedFirst = 2;
 // Members that leave tell each other (FlushMachine::leaving). A member that does not leave yet is
 // asked. The first pause gives all members the time to come, so that most need neither a question
 // nor our leave report.
-bool FlushAgent::awaitEnded(uint64_t number, Deadline deadline, bool holdsGoodbyes) {
+bool FlushAgent::awaitEnded(uint64_t number, Deadline deadline, Leavers leavers) {
   const auto size = static_cast<int>(options_.jobRanks.size());
   const auto hasEnded = [&](int r) REQUIRES(mutex_) {
     if (r == options_.rank || !machine_.isActive(r)) return true;
@@ -47,10 +47,11 @@ bool FlushAgent::awaitEnded(uint64_t number, Deadline deadline, bool holdsGoodby
       const int r = (options_.rank + size - back) % size;
       if (!hasEnded(r)) missing.push_back(r);
     }
-    return missing.empty() && (asking.count() > 0 || machine_.doAllLeave());
+    return missing.empty() &&
+           (leavers == Leavers::kOnlyUs || asking.count() > 0 || machine_.doAllLeave());
   };
   const auto holdGoodbyes = [&] {
-    if (!holdsGoodbyes) return;
+    if (leavers != Leavers::kWholeJob) return;
     membership_.holdGoodbyes(Clock::now() +
                              std::min<Clock::duration>(kGoodbyes * pauseFor(size), kMostPause));
   };
@@ -87,7 +88,7 @@ bool FlushAgent::awaitEnded(uint64_t number, Deadline deadline, bool holdsGoodby
 }
 
 void FlushAgent::awaitEnded(uint64_t number, Deadline deadline) {
-  (void)awaitEnded(number, deadline, true);
+  (void)awaitEnded(number, deadline, Leavers::kWholeJob);
 }
 
 bool FlushAgent::doAllLeave() {
@@ -100,11 +101,16 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   (void)sendLeave(deadline);
 }
 
+void FlushAgent::leaveAlone(Deadline deadline) {
+  (void)awaitEnded(ended(), deadline, Leavers::kOnlyUs);
+  (void)sendLeave(deadline);
+}
+
 // Unlike leave(), it does not go before all have ended the series: another member may still need
 // this rank for the last operation, or for the close.
 Status FlushAgent::leaveSeries(Deadline deadline) {
   const uint64_t last = ended();
-  if (!awaitEnded(last, deadline, false)) {
+  if (!awaitEnded(last, deadline, Leavers::kSeries)) {
     MOONCAKE_TRY(owner_.usable());
     std::vector<int> missing;
     Lock lock(mutex_);

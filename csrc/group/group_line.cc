@@ -663,7 +663,7 @@ bool GroupLine::leavesEarly(Group& from) {
     const Preparation* const one = successors_.find(close->successor);
     if (!one || !one->successor.isWithout(options_.group.rank)) return false;
   }
-  from.agent().leave(from.agent().ended(), Deadline::after(kEnds));
+  from.agent().leaveAlone(Deadline::after(kEnds));
   return true;
 }
 
