@@ -182,7 +182,7 @@ class LineSide {
   Group& job_;
   const bool raises_;
   const std::shared_ptr<SeriesEvents> events_ =
-      std::make_shared<SeriesEvents>([](const GroupView&) {});
+      std::make_shared<SeriesEvents>([](const GroupView&, bool) {});
   std::mutex operation_;  // held while an operation runs, or the line moves
   std::shared_ptr<Membership> alone_;
   std::unique_ptr<GroupLine> line_;
