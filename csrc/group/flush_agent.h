@@ -130,16 +130,17 @@ class FlushAgent final : public Membership::Listener,
   // Waits until every other member has ended this operation, or is gone, or the deadline has
   // passed. Then tells the members that we leave, so that they need not ask us any more.
   void leave(uint64_t number, Deadline deadline);
-  // The same at once, for a rank that leaves while the other members are in the next operation.
-  void leaveAlone(Deadline deadline);
   // True if no other member calls an operation that has yet to end here: see
   // FlushMachine::doAllLeave().
   bool doAllLeave();
   // The first half of leave(): only waits.
   void awaitEnded(uint64_t number, Deadline deadline);
   Renewal& renewal() { return renewal_; }
+  // Which members leave, too, as a rule, and are given a moment to come: of the job, of the series, or
+  // none, as they are in the next operation.
+  enum class Leavers { kWholeJob, kSeries, kOnlyUs };
   // See Renewal::leave(). Other groups of this rank go on.
-  Status leaveSeries(Deadline deadline);
+  Status leaveSeries(Deadline deadline, Leavers leavers = Leavers::kSeries);
   // Tells the membership that an operation misses the ranks of `before` that are not in `now`.
   void noteMissed(const GroupView& before, const GroupView& now);
 
@@ -209,8 +210,6 @@ class FlushAgent final : public Membership::Listener,
   std::shared_ptr<const GroupView> viewOf(const SkippingOperation& operation) const
       REQUIRES(mutex_);
   Resolution awaitResolved(uint64_t number, FlushReport::AbortReason abort, Error why, Wish wish);
-  // Which members come to leave, too: all of the group or the job, or the group's series, or none.
-  enum class Leavers { kWholeJob, kSeries, kOnlyUs };
   bool awaitEnded(uint64_t number, Deadline deadline, Leavers leavers);
   Status sendLeave(Deadline deadline);
   void awaitLeaveSent(Deadline deadline);

@@ -101,16 +101,11 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
   (void)sendLeave(deadline);
 }
 
-void FlushAgent::leaveAlone(Deadline deadline) {
-  (void)awaitEnded(ended(), deadline, Leavers::kOnlyUs);
-  (void)sendLeave(deadline);
-}
-
 // Unlike leave(), it does not go before all have ended the series: another member may still need
 // this rank for the last operation, or for the close.
-Status FlushAgent::leaveSeries(Deadline deadline) {
+Status FlushAgent::leaveSeries(Deadline deadline, Leavers leavers) {
   const uint64_t last = ended();
-  if (!awaitEnded(last, deadline, Leavers::kSeries)) {
+  if (!awaitEnded(last, deadline, leavers)) {
     MOONCAKE_TRY(owner_.usable());
     std::vector<int> missing;
     Lock lock(mutex_);

@@ -475,6 +475,7 @@ Status GroupLine::remove(std::vector<int> ranks, Deadline deadline) {
         isLeaving_ = true;
       }
       options_.onDue();
+      if (deadline.passed() && current() == group) return notYetOut(*group);
     }
     {
       Lock lock(mutex_);
@@ -654,7 +655,7 @@ std::shared_ptr<Group> GroupLine::moveOn() {
 
 // Other members are in a call that lies before the close, and this rank, which takes itself out, never
 // begins it. So it leaves as from a group that it destroys, and they go on without its part. Between
-// two calls.
+// two calls. False: not yet; a member may still need this rank for the call before.
 bool GroupLine::leavesEarly(Group& from) {
   const auto close = from.renewal().close();
   {
@@ -663,8 +664,8 @@ bool GroupLine::leavesEarly(Group& from) {
     const Preparation* const one = successors_.find(close->successor);
     if (!one || !one->successor.isWithout(options_.group.rank)) return false;
   }
-  from.agent().leaveAlone(Deadline::after(kEnds));
-  return true;
+  failpoint("leaves-early");
+  return from.agent().leaveSeries(Deadline::after(kEnds), FlushAgent::Leavers::kOnlyUs).ok();
 }
 
 // On the line's thread. The others may need the old series until they have ended it, too.

@@ -88,6 +88,14 @@ Error anotherChange(const Group& group) {
               "begun: call it again after that call"};
 }
 
+Error notYetOut(const Group& group) {
+  return {ErrorCode::kTimeout,
+          group.nameRank(group.rank()) + " is not out of group '" + group.name() +
+              "' before the timeout: a member has not ended the call before, and may need this "
+              "rank for it. It will be out behind the call that other members are in: make that "
+              "call, or call it again"};
+}
+
 Error notLetIn(const GroupOptions& group) {
   return {ErrorCode::kTimeout, "rank " + std::to_string(group.rank) + " was not let into group '" +
                                    group.name +

@@ -35,6 +35,8 @@ Error notReady(const Group& group, const std::vector<int>& missing);
 // `why`: the answer of the wait for the end of the series.
 Error notMoved(const Group& group, const Successor& wanted, const Status& why);
 Error anotherChange(const Group& group);
+// Of a rank that takes itself out while other members are in a call, and is still needed.
+Error notYetOut(const Group& group);
 Error notLetIn(const GroupOptions& group);
 GroupOptions withExtent(GroupOptions options, int extent);
 GroupOptions withMembers(GroupOptions options, const Successor& successor);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <string_view>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "engine_side.h"
 #include "group/group_line.h"
 #include "ranks_in_threads.h"
+#include "socket_breaker.h"
 
 namespace mooncake::test {
 namespace {
@@ -314,6 +316,85 @@ TEST_P(RemovalTest, TheCallThatOthersAreInComesFirst) {
       EXPECT_EQ(*side.call(), 0b011);
     }
   });
+}
+
+thread_local bool isBehind = false;
+std::atomic<const Group*> behind;
+std::atomic<bool> hasWaited;
+
+// Rank 2 takes itself out while rank 0 is in a call. Rank 1 has stopped in the call before, which the
+// other two have ended, and is about to read the part of rank 2.
+TEST_P(RemovalTest, AMemberThatIsBehindIsWaitedFor) {
+  if (std::get<0>(GetParam()) == std::string_view("tcp"))
+    GTEST_SKIP() << "the threads that are held here would receive the calls";
+  behind = nullptr;
+  hasWaited = false;
+  observeFailpoints([](const char* name) {
+    const std::string_view point = name;
+    const Group* const stopped = behind;
+    if (point == "join" && stopped && stopped->agent().isFrozen())
+      EXPECT_TRUE(eventually([&] { return stopped->copyPart(3, 0).has_value(); }));
+    if (point == "adopt" && isBehind) EXPECT_TRUE(eventually([] { return hasWaited.load(); }));
+  });
+  run(3, [](LineSide& side) {
+    const auto group = side.line().current();
+    std::thread remover;
+    if (side.rank() == 1) {
+      behind = group.get();
+      isBehind = true;
+      remover = std::thread([&] {
+        EXPECT_TRUE(eventually([&] { return group->copyPart(2, 1).has_value(); }));
+        side.takeOut({2});
+      });
+    }
+    if (side.rank() == 2) {
+      EXPECT_TRUE(eventually([] { return behind && behind.load()->agent().state().hasReported; }));
+    }
+    EXPECT_EQ(*side.call(), 0b111);
+    if (side.rank() == 1) behind = nullptr;
+    if (side.rank() == 2) {
+      EXPECT_TRUE(eventually([&] { return group->renewal().close().has_value(); }));
+      const Status early = side.line().remove({2}, Deadline::after(std::chrono::milliseconds(20)));
+      EXPECT_EQ(early.code(), ErrorCode::kTimeout);
+      EXPECT_FALSE(side.line().isRemoved());
+      hasWaited = true;
+      side.takeOut({2});
+      return side.expectOut();
+    }
+    EXPECT_EQ(*side.call(), 0b011);
+    EXPECT_EQ(*side.call(), 0b011);
+    if (remover.joinable()) remover.join();
+  });
+  observeFailpoints([](const char*) {});
+}
+
+thread_local bool leavesEarly = false, sendsReport = false;
+
+// The connections of rank 2 break with its leave report.
+TEST_P(RemovalTest, TheReportOfARankThatTakesItselfOutIsRepeated) {
+  observeFailpoints([](const char* name) {
+    const std::string_view point = name;
+    leavesEarly = leavesEarly || point == "leaves-early";
+    sendsReport = sendsReport || (leavesEarly && point == "leave");
+    if (point == "tell" && std::exchange(sendsReport, false))
+      SocketBreaker::breakAll(SocketBreaker::How::kReset);
+  });
+  std::atomic<int> done = 0;
+  run(3, [&](LineSide& side) {
+    auto group = side.line().current();
+    if (side.rank() == 2) {
+      for (const int r : {0, 1})
+        EXPECT_TRUE(eventually([&] { return group->copyPart(2, r).has_value(); }));
+      group.reset();
+      side.takeOut({2});
+      EXPECT_TRUE(eventually([&] { return done == 2; }));
+      return side.expectOut();
+    }
+    EXPECT_EQ(*side.call(), 0b011);
+    EXPECT_EQ(*side.call(), 0b011);
+    ++done;
+  });
+  observeFailpoints([](const char*) {});
 }
 
 // A rank that does not get ready to go holds the removal up, and nothing has changed.
