@@ -8,6 +8,15 @@ namespace {
 // Digests of given up successors that are kept.
 constexpr size_t kMostGivenUp = 64;
 
+// True if the caller of remove() may be lost. A later call must not carry its removal out.
+bool lacksAsker(const Successor& successor, const std::vector<bool>& active) {
+  if (!successor.newcomers.empty()) return false;
+  for (int r = 0; r < int(active.size()); ++r) {
+    if (!active[size_t(r)] && !std::ranges::binary_search(successor.absent, r)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 Preparation* SuccessorTable::find(uint64_t digest) {
@@ -54,10 +63,10 @@ SuccessorTable::Entries SuccessorTable::takeAll() {
 // Only for members. A newcomer cannot know: members may move to it without the rank that has given it
 // up or proposed it, once that one is lost.
 bool SuccessorTable::isVoid(const Preparation& one, const std::vector<bool>& active) const {
-  if (one.isGivenUp || !one.failure.ok()) return true;
-  const int proposer = one.successor.proposer;
-  return (proposer != rank_ && !active[size_t(proposer)]) ||
-         !members_.areLiving(one.successor.newcomers);
+  const Successor& successor = one.successor;
+  if (one.isGivenUp || !one.failure.ok() || lacksAsker(successor, active)) return true;
+  return (successor.proposer != rank_ && !active[size_t(successor.proposer)]) ||
+         !members_.areLiving(successor.newcomers);
 }
 
 const SuccessorTable::Entries::value_type* SuccessorTable::living(
