@@ -56,6 +56,7 @@ class MessageTraffic {
   void move(Group& to, const std::vector<bool>& stays) {
     if (!messages_) return begin(to);
     std::lock_guard lock(mutex_);
+    if (!stays[size_t(options_.rank)]) return beginAnew(to);
     messages_->move(to, stays);
     series_ = to.topic();
     for (size_t r = 0; r < pairs_.size(); ++r) {
@@ -204,9 +205,57 @@ class MessageTraffic {
     }
   }
 
+  // With the lock held. This rank was taken out of its group, and `to` has it alone; or it comes back.
+  void beginAnew(Group& to) {
+    const Status usable = to.usable();
+    messages_->abort(usable.ok() ? Error{ErrorCode::kAborted, "the rank comes back"}
+                                 : usable.error());
+    for (int r = 0; r < options_.size; ++r) {
+      Pair& pair = pairs_[size_t(r)];
+      pair.isLost = true;  // a receive from any rank may have failed before one that has ended well
+      for (auto& out : pair.out) endAll(out.posted, [](const Posted&) {});
+      for (uint32_t tag = 0; tag < kDirectTags; ++tag)
+        endAll(pair.in[tag].posted, [&](const Posted& one) { check(r, pair, tag, one); });
+    }
+    for (uint32_t i = 0; i < kAnyTags; ++i) {
+      endAll(fromAny_[i].posted, [&](const Posted& one) {
+        const int from = one.message->peer();
+        if (!one.isStale) check(from, pairs_[size_t(from)], kDirectTags + i, one);
+      });
+      fromAny_[i] = {};
+    }
+    if (!messages_->close(Deadline::after(std::chrono::seconds(10))))
+      wrong("a thread stays in a message");
+    messages_ = std::make_unique<PointToPoint>(to);
+    for (Pair& pair : pairs_) pair = Pair{.meeting = to.topic()};
+    series_ = to.topic();
+    log_.whole = 0;
+    isAlone_ = !usable.ok();
+    if (!isAlone_) return;
+    const int next = (options_.rank + 1) % options_.size;
+    for (const Posted& one : {receive(next, 0, sizeof(Head)), give(next, sizeof(Head))}) {
+      const Status& status = one.message->status();
+      if (!one.message->finished() || status.code() != usable.code() ||
+          status.error().message != usable.error().message)
+        wrong("a message of a rank that was taken out is not refused");
+    }
+  }
+  // All messages of a rank that goes to another group have ended.
+  template <typename Check>
+  void endAll(std::deque<Posted>& posted, const Check& check) {
+    for (const Posted& one : posted) {
+      if (!one.message->finished()) return wrong("a message goes on in a group that is gone");
+      const bool isOk = one.message->status().ok();
+      log_.lost += !isOk;
+      if (isOk && !isOver_) check(one);
+    }
+    posted.clear();
+  }
+
   // All with the lock held. Once a message has ended because this rank is out, the next ones may have
   // come and earlier ones not: no more are looked at.
   void look() {
+    if (isAlone_) return;
     messages_->progress();
     for (int r = 0; r < options_.size; ++r) {
       if (r != options_.rank) look(r, pairs_[size_t(r)]);
@@ -291,6 +340,12 @@ class MessageTraffic {
     out.posted.push_back({std::move(message), std::move(data), number});
     ++log_.sent;
   }
+  Posted give(int to, size_t bytes) {
+    auto data = std::make_shared<std::vector<uint64_t>>(bytes / sizeof(uint64_t));
+    auto message = messages_->send(std::as_bytes(std::span(*data)), to, 0,
+                                   Deadline::after(kPatience), nullptr, data);
+    return {std::move(message), std::move(data), 0};
+  }
   Posted receive(int from, uint32_t tag, size_t bytes) {
     auto data = std::make_shared<std::vector<uint64_t>>(bytes / sizeof(uint64_t));
     auto message = messages_->receive(std::as_writable_bytes(std::span(*data)), from, tag,
@@ -307,8 +362,6 @@ class MessageTraffic {
       pair->gaveUp = true;
       code = ErrorCode::kPeerLost;
     }
-    // A receive that ended with the loss leaves its message to the next one, of another size.
-    if (code == ErrorCode::kInvalidArgument && pair && pair->isLost) code = ErrorCode::kPeerLost;
     switch (code) {
       case ErrorCode::kPeerLost:
         if (pair) pair->isLost = true;
@@ -372,6 +425,7 @@ class MessageTraffic {
   Draw draw_;
   std::mutex mutex_;
   std::unique_ptr<PointToPoint> messages_;
+  bool isAlone_ = false;       // taken out
   uint64_t series_ = 0;        // topic of the series that this rank is in
   std::vector<Pair> pairs_;    // by rank
   FromAny fromAny_[kAnyTags];  // by tag

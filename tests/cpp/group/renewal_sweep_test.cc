@@ -1,6 +1,7 @@
 // Processes are killed and stopped at every step of a replacement: newcomers while they are let in,
-// members while they take one in, and those that came afterwards. In the end each rank is held by a
-// living process, all of them have seen the same operations, and no operation was lost or done twice.
+// members while they take one in, and those that came afterwards. Ranks are taken out by plan, and
+// come back or say goodbye. In the end each rank is held by a living process, all of them have seen
+// the same operations, and no operation was lost or done twice.
 // Messages go on meanwhile: each one between two processes that live comes once, as it was sent. So do
 // dispatches and combines: each has the rows of this turn, of all ranks that took part.
 // Environment variables:
@@ -18,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <sstream>
 #include <string_view>
 #include <thread>
@@ -30,6 +32,7 @@
 #include "forked_ranks.h"
 #include "group/group_line.h"
 #include "message_traffic.h"
+#include "removals.h"
 #include "wires/sim/sim_transport.h"
 
 namespace mooncake::test {
@@ -37,7 +40,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kMostSize = 5, kMostLives = 8, kMostEntries = 1 << 14;
+constexpr int kMostSize = 5, kMostLives = 8, kMostStints = 8, kMostEntries = 1 << 14;
 constexpr milliseconds kFailureTimeout{500};
 constexpr auto kHang = std::chrono::seconds(60);
 constexpr auto kPatience = std::chrono::seconds(40);
@@ -85,6 +88,7 @@ struct Case {
   int ahead = 0;         // most messages of a stream that are under way; 0: there are no messages
   int expertsEvery = 0;  // turns from one dispatch and combine to the next; 0: there are none
   size_t tokens = 0, hidden = 0;
+  std::vector<Removal> removals;
 };
 
 constexpr const char* kInOperations[] = {"begin", "see-begun", "all-begun", "commit", "ended"};
@@ -99,6 +103,9 @@ constexpr const char* kOfMessages[] = {"message-announced", "message-fetch", "me
                                        "message-acknowledged"};
 constexpr const char* kOfExperts[] = {"ep-take", "put-data"};
 constexpr const char* kOfCardExperts[] = {"ep-take", "put-data", "write-data", "end-writes"};
+constexpr const char* kOfLeavers[] = {
+    "leaves-early", "prepare", "successor-made", "successor-ready", "wished", "close",
+    "moved",        "renewed", "old-retired",    "leave",           "ready"};
 
 // Puts some faults at other points.
 template <size_t N>
@@ -129,6 +136,30 @@ void drawExperts(Draw& draw, Case& c) {
   const std::string_view between = c.wire.between;
   between == "sim" || between == "fabric" ? drawPoints(draw, c, kOfCardExperts)
                                           : drawPoints(draw, c, kOfExperts);
+}
+
+void drawRemovals(Draw& draw, Case& c) {
+  if (draw.chance(40)) return;
+  c.removals = drawRemovals(draw, c.size);
+  uint32_t leavers = 0;
+  bool hasGoodbyes = false;
+  for (const Removal& one : c.removals) {
+    leavers |= one.leavers;
+    hasGoodbyes = hasGoodbyes || one.saysGoodbye;
+  }
+  const int first = c.faults.front().rank;
+  for (Fault& fault : c.faults) {
+    if (draw.chance(50) && (leavers >> fault.rank & 1)) {
+      fault.point = draw.oneOf(kOfLeavers);
+      fault.nth = 1 + uint32_t(draw.below(2));
+    }
+    // Removals bring members to these points while no rank is lost yet, so two could be lost at once.
+    const bool canBeAtOnce = &fault != &c.faults.front() && fault.life == 0;
+    if (canBeAtOnce && (c.size < 5 || hasGoodbyes)) {
+      fault.rank = first;
+      fault.life = c.faults.size() > 2 ? 2 : 1;
+    }
+  }
 }
 
 // At most two ranks are gone at a time, so that most are always there.
@@ -176,6 +207,8 @@ Case drawCase(uint64_t seed) {
   drawExperts(more, c);
   while (c.wire.hasHost && std::popcount(c.hosted) < 2)
     c.hosted = uint32_t(more.below((1 << c.size) - 1));
+  Draw last(mix(seed + 0xbb67ae8584caa73b));
+  drawRemovals(last, c);
   return c;
 }
 
@@ -199,6 +232,7 @@ std::string describe(const Case& c) {
            << (fault.resumeAfter < 0 ? "" : " for " + std::to_string(fault.resumeAfter) + " ms");
     text << " at " << fault.point << " #" << fault.nth << ';';
   }
+  for (const Removal& one : c.removals) text << describe(one);
   return text.str();
 }
 
@@ -208,6 +242,7 @@ struct Entry {
   uint64_t turn, checksum;
   uint32_t contributors;  // a bit per rank
   uint32_t there, back;   // the same of the dispatch and of the combine
+  bool isFirst;           // of the process since it has come, or has come back
 };
 
 struct Life {
@@ -219,12 +254,15 @@ struct Life {
   Entry log[kMostEntries];
   char broken[400];  // the first error
   TrafficLog traffic;
-  std::atomic<bool> isDone;  // its messages have ended well
+  std::atomic<bool> isDone;      // its messages have ended well
+  std::atomic<bool> isChanging;  // it has called for a removal, which may still come
+  std::atomic<bool> hasLeft;     // it was taken out and has said goodbye
 };
 
 struct CaseMemory {
   StoreMemory store;
   std::atomic<bool> ends;
+  std::atomic<bool> mayEnd;  // no removal is called for any more
   std::atomic<bool> isDead[kMostSize][kMostLives];
   Life lives[kMostSize][kMostLives];
 };
@@ -282,13 +320,18 @@ class Process {
     }
     hasEnded_ = true;
     if (asker_.joinable()) asker_.join();
+    if (remover_.joinable()) remover_.join();
     if (!line_) return;
-    if (traffic_ && log_.standing == ErrorCode::kOk) endMessages();
+    if (traffic_ && log_.standing == ErrorCode::kOk && !hasLeft_) endMessages();
     if (experts_) experts_->close();
     line_->settle(Deadline::after(std::chrono::seconds(5)));
     line_->stop();
     if (traffic_ && !traffic_->close()) broken("a thread stays in a message", ErrorCode::kTimeout);
     line_->current()->leave(Deadline::after(std::chrono::seconds(5)));
+    if (!hasLeft_) return;
+    job_->leave();
+    job_->engine().leave({Farewell::How::kDestroyed, ""});
+    log_.hasLeft = true;
   }
 
  private:
@@ -367,8 +410,8 @@ class Process {
                                Deadline::after(kPatience));
     if (!group.ok()) return group.status();
     engine->reset();
-    auto job = (*group)->membership();
-    return startLine(std::move(*group), std::move(job), false);
+    job_ = (*group)->membership();
+    return startLine(std::move(*group), false);
   }
 
   std::vector<Bytes> members() const {
@@ -388,8 +431,7 @@ class Process {
   Status join() {
     events_->begin(0);
     const Deadline deadline = Deadline::after(kPatience);
-    std::shared_ptr<Membership> job;
-    while (!job) {
+    while (!job_) {
       auto engine = makeEngine(wires());
       if (!engine.ok()) return engine.status();
       publish(**engine);
@@ -401,39 +443,51 @@ class Process {
                                       .failureTimeout = kFailureTimeout},
                                      deadline.earlier(Deadline::after(3 * kFailureTimeout)));
       if (joined.ok()) {
-        job = *joined;
+        job_ = *joined;
       } else if (joined.error().code == ErrorCode::kRefused || deadline.passed()) {
         return joined.status();
       }
     }
-    auto inproc = makeEngine({"inproc"});
-    if (!inproc.ok()) return inproc.status();
-    auto alone = Membership::start(
-        *inproc, {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(case_.size))});
-    if (!alone.ok()) return alone.status();
-    auto group = Group::createWithin(*alone, events_->with(groupOptions(), 0), deadline);
+    auto group = makeAlone(events_->with(groupOptions(), 0));
     if (!group.ok()) return group.status();
-    MOONCAKE_TRY(startLine(std::move(*group), std::move(job), true));
+    MOONCAKE_TRY(startLine(std::move(*group), true));
     return line_->join(deadline);
   }
 
-  Status startLine(std::unique_ptr<Group> first, std::shared_ptr<Membership> job, bool isNewcomer) {
+  // A group that has this process alone. Any thread.
+  Result<std::unique_ptr<Group>> makeAlone(GroupOptions options) {
+    std::lock_guard lock(making_);
+    if (!alone_) {
+      auto inproc = makeEngine({"inproc"});
+      if (!inproc.ok()) return inproc.error();
+      auto alone = Membership::start(
+          *inproc,
+          {.rank = rank_, .peers = std::vector<std::shared_ptr<Peer>>(size_t(case_.size))});
+      if (!alone.ok()) return alone.error();
+      alone_ = *alone;
+    }
+    return Group::createWithin(alone_, std::move(options), Deadline::after(kPatience));
+  }
+
+  Status startLine(std::unique_ptr<Group> first, bool isNewcomer) {
     GroupOptions series = groupOptions();
     for (int r = 0; r < case_.size; ++r) series.jobRanks.push_back(r);
     line_ = std::make_unique<GroupLine>(
-        std::move(job), std::move(first), events_,
-        GroupLine::Options{.group = std::move(series),
-                           .identity = "line of the sweep",
-                           .isNewcomer = isNewcomer,
-                           .onDue =
-                               [this] {
-                                 std::lock_guard lock(operation_);
-                                 line_->moveOn();
-                               },
-                           .onMove =
-                               [this](Group& to, const std::vector<bool>& stays) {
-                                 if (traffic_) traffic_->move(to, stays);
-                               }});
+        job_, std::move(first), events_,
+        GroupLine::Options{
+            .group = std::move(series),
+            .identity = "line of the sweep",
+            .isNewcomer = isNewcomer,
+            .onDue =
+                [this] {
+                  std::lock_guard lock(operation_);
+                  line_->moveOn();
+                },
+            .onMove =
+                [this](Group& to, const std::vector<bool>& stays) {
+                  if (traffic_) traffic_->move(to, stays);
+                },
+            .makeAlone = [this](GroupOptions options) { return makeAlone(std::move(options)); }});
     if (case_.expertsEvery > 0) {
       experts_ = std::make_unique<ExpertTurns>(
           ExpertTurns::Options{case_.seed, rank_, life_, case_.size, case_.tokens, case_.hidden});
@@ -462,7 +516,8 @@ class Process {
     const auto dropped =
         line_->recover(newcomers(ready), Deadline::after(milliseconds(300)),
                        Deadline::after(std::chrono::seconds(10)), GroupLine::Unready::kIsDropped);
-    if (dropped.ok() || dropped.error().code == ErrorCode::kTimeout) return;
+    if (dropped.ok() || dropped.error().code == ErrorCode::kTimeout || isRefused(dropped.status()))
+      return;
     failed_ = true;
     log_.standing = dropped.error().code;
     if (!isOut(dropped.error().code))
@@ -470,6 +525,86 @@ class Process {
   }
   static bool isOut(ErrorCode code) {
     return code == ErrorCode::kEvicted || code == ErrorCode::kMinority;
+  }
+  // The error of each call of a rank that was taken out.
+  static bool isRefused(const Status& status) {
+    if (status.code() != ErrorCode::kRefused) return false;
+    const std::string& message = status.error().message;
+    return message.find("invalid state") != std::string::npos &&
+           message.find("rank is not active") != std::string::npos;
+  }
+
+  // Before the operation of a turn.
+  void takeOutBefore(uint64_t turn) {
+    for (const Removal& removal : case_.removals) {
+      if (removal.turn != turn || !(removal.callers >> rank_ & 1) || failed_) continue;
+      log_.isChanging = true;
+      settledAt_ = 0;
+      if (memory_.mayEnd) {
+        log_.isChanging = false;
+      } else if (removal.isBeside && !(removal.leavers >> rank_ & 1)) {
+        if (remover_.joinable()) remover_.join();
+        isRemoving_ = true;
+        remover_ = std::thread([this, removal] {
+          takeOut(removal);
+          isRemoving_ = false;
+        });
+      } else {
+        takeOut(removal);
+      }
+    }
+  }
+  void takeOut(const Removal& removal) {
+    const Status removed =
+        line_->remove(ranksIn(removal.leavers), Deadline::after(std::chrono::seconds(10)));
+    const ErrorCode code = removed.code();
+    const bool isOwn = removal.leavers >> rank_ & 1;
+    if (removed.ok() && isOwn && !line_->isRemoved()) {
+      failed_ = true;
+      return broken("it has taken itself out and is in", ErrorCode::kInvalidArgument);
+    }
+    if (removed.ok() || code == ErrorCode::kTimeout || isRefused(removed)) return;
+    if (code == ErrorCode::kRefused &&
+        removed.error().message.find("another change") != std::string::npos)
+      return;
+    failed_ = true;
+    log_.standing = code;
+    if (!isOut(code)) broken("remove: " + removed.error().message, code);
+  }
+  // The last removal of this rank before that turn.
+  const Removal& removalBefore(uint64_t turn) const {
+    const Removal* last = &case_.removals.front();
+    for (const Removal& removal : case_.removals) {
+      if ((removal.leavers >> rank_ & 1) && removal.turn <= turn) last = &removal;
+    }
+    return *last;
+  }
+  // This rank was taken out before the operation of that turn. Returns whether it is in again.
+  bool comeBack(uint64_t turn) {
+    const int self[] = {rank_};
+    if (const Status own = line_->remove({self, self + 1}, Deadline::after(kPatience)); !own.ok())
+      broken("it was taken out, and to take itself out fails: " + own.error().message, own.code());
+    const int next = (rank_ + 1) % case_.size;
+    if (!isRefused(line_->remove({next}, Deadline::after(kPatience))) ||
+        !isRefused(line_->recover({next}, Deadline::after(kPatience), Deadline::after(kPatience))
+                       .status()))
+      broken("it was taken out, and may change the group", ErrorCode::kInvalidArgument);
+    if (log_.broken[0]) return false;
+    if (experts_) experts_->close();
+    const Removal& removal = removalBefore(turn);
+    std::this_thread::sleep_for(removal.away);
+    hasLeft_ = removal.saysGoodbye;
+    if (hasLeft_) return false;
+    const Status joined = line_->join(Deadline::after(kPatience));
+    if (!joined.ok()) {
+      log_.standing = joined.code();
+      if (!isOut(joined.code()))
+        broken("it does not come back: " + joined.error().message, joined.code());
+      return false;
+    }
+    ++stint_;
+    last_.clear();
+    return true;
   }
 
   void ask() {
@@ -489,10 +624,17 @@ class Process {
     uint64_t turn = 0;
     for (uint64_t count = 1; !failed_; ++count) {
       const uint64_t waits = ready();
-      const Head head{uint64_t(rank_), uint64_t(life_), count, turn, waits, memory_.ends};
+      takeOutBefore(turn);
+      if (failed_) return;
+      const Head head{uint64_t(rank_), life(), count, turn, waits, memory_.ends};
       std::vector<uint64_t> all;
       uint32_t contributors = 0;
       const Status status = gather(head, all, contributors);
+      if (line_->isRemoved() && isRefused(status)) {
+        if (!comeBack(turn)) return;
+        turn = count = 0;
+        continue;
+      }
       if (!status.ok()) {
         log_.standing = status.code();
         if (!isOut(status.code())) broken(status.error().message, status.code());
@@ -528,13 +670,24 @@ class Process {
       if (at == kMostEntries) return broken("too many operations", ErrorCode::kExhausted);
       uint64_t checksum = 0;
       for (const uint64_t word : all) checksum = mix(checksum ^ word);
-      log_.log[at] = {turn, checksum, contributors, there, back};
+      log_.log[at] = {turn, checksum, contributors, there, back, count == 1};
       log_.entries.store(at + 1, std::memory_order_release);
+      noteSettled(at);
       if (heads.ends) return;
       if (case_.isAtOnePlace && heads.ready) recover(heads.ready & ~uint64_t(contributors));
       std::this_thread::sleep_for(std::chrono::microseconds(500));
     }
   }
+
+  // A removal that this rank has called for happens at the latest behind the next operation.
+  void noteSettled(int at) {
+    if (!log_.isChanging || isRemoving_) return;
+    if (settledAt_ == 0) settledAt_ = at + 5;
+    if (at >= settledAt_) log_.isChanging = false;
+  }
+
+  // Of this process, since it has come or come back.
+  uint64_t life() const { return uint64_t(life_ * kMostStints + stint_); }
 
   Status gather(const Head& head, std::vector<uint64_t>& all, uint32_t& contributors) {
     const size_t words = kHead + case_.words;
@@ -580,7 +733,7 @@ class Process {
         continue;
       }
       const Head head{part[0], part[1], part[2], part[3], part[4], part[5]};
-      if (head.rank != r || head.life >= kMostLives || part != partOf(head))
+      if (head.rank != r || head.life >= kMostLives * kMostStints || part != partOf(head))
         return name + " is not what it gave";
       const auto [life, count] = last_[r];
       if (count > 0 && (head.life < life || (head.life == life && head.count != count + 1)))
@@ -612,13 +765,19 @@ class Process {
   const std::shared_ptr<SeriesEvents> events_ =
       std::make_shared<SeriesEvents>([](const GroupView&, bool) {});
   std::mutex operation_;  // held while an operation runs, or the line moves
+  std::shared_ptr<Membership> job_;
+  std::mutex making_;
+  std::shared_ptr<Membership> alone_;
   std::unique_ptr<GroupLine> line_;
   std::unique_ptr<MessageTraffic> traffic_;
   std::unique_ptr<ExpertTurns> experts_;
   std::shared_ptr<Group> ranIn_;  // the series of the last operation
   uint32_t tookPart_ = ~0u;       // in the last turn of the experts
-  std::thread asker_;
-  std::atomic<bool> hasEnded_{false}, failed_{false};
+  std::thread asker_, remover_;
+  std::atomic<bool> hasEnded_{false}, failed_{false}, isRemoving_{false};
+  int settledAt_ = 0;     // operations until a removal has happened; 0: not known yet
+  int stint_ = 0;         // how often this process has come back
+  bool hasLeft_ = false;  // it was taken out, and does not come back
   std::map<size_t, std::pair<uint64_t, uint64_t>> last_;  // of each rank: its life and call
 };
 
@@ -651,7 +810,11 @@ class RunningCase {
       checkMessages();
       return true;
     }
-    if (!memory_->ends && isWhole()) memory_->ends = true;
+    if (!memory_->ends && isWhole()) {
+      memory_->mayEnd = true;
+      if (isChanging()) memory_->mayEnd = false;
+      memory_->ends = memory_->mayEnd.load();
+    }
     int progress = 0;
     for (int r = 0; r < case_.size; ++r) {
       for (int life = 0; life <= ranks_[size_t(r)].life; ++life)
@@ -773,6 +936,10 @@ class RunningCase {
     }
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
       return problem(name + " ended with status " + std::to_string(status));
+    if (life.hasLeft) {
+      rank.startAt = now + case_.pause;
+      return;
+    }
     const ErrorCode standing = life.standing;
     const bool isOut = standing == ErrorCode::kEvicted || standing == ErrorCode::kMinority;
     const bool wasStopped = fault && fault->action == FailpointAction::kStop;
@@ -788,8 +955,17 @@ class RunningCase {
     rank.hasEnded = true;
   }
 
+  // Members have called for a removal, which may still come.
+  bool isChanging() const {
+    for (int r = 0; r < case_.size; ++r) {
+      if (lastLife(r).isChanging) return true;
+    }
+    return false;
+  }
+
   // Each rank's process has seen all ranks a few times.
   bool isWhole() const {
+    if (isChanging()) return false;
     for (int r = 0; r < case_.size; ++r) {
       const Rank& rank = ranks_[size_t(r)];
       const Life& life = memory_->lives[r][rank.life];
@@ -799,6 +975,8 @@ class RunningCase {
         if (life.log[i].contributors != (1u << case_.size) - 1) return false;
       }
       // Not each operation has each step, so the first fault may never come.
+      if (!case_.removals.empty() && life.log[entries - 1].turn < case_.removals.back().turn + 5)
+        return false;
       if (entries < 60 && rank.life == 0 && faultOf(r, 0) == &case_.faults.front()) return false;
     }
     return true;
@@ -817,10 +995,10 @@ class RunningCase {
     }
   }
   const Life& lastLife(int r) const { return memory_->lives[r][ranks_[size_t(r)].life]; }
-  bool hasEndedWell(int r) const {
+  bool hasEndedWell(int r) const { return lastLife(r).isDone && hasExited(r); }
+  bool hasExited(int r) const {
     const auto& gone = ranks_[size_t(r)].gone;
-    return lastLife(r).isDone && !gone.empty() && gone.back()->hasEnded() &&
-           WIFEXITED(gone.back()->status());
+    return !gone.empty() && gone.back()->hasEnded() && WIFEXITED(gone.back()->status());
   }
 
   // All processes have had the same operations in the same order.
@@ -833,6 +1011,27 @@ class RunningCase {
         }
       }
     }
+    for (int r = 0; r < case_.size; ++r) checkParts(known, r);
+  }
+  // A process has ended each operation to which it has contributed, but for the one in which it died.
+  void checkParts(const std::map<uint64_t, Entry>& known, int r) {
+    int deaths = 0;
+    std::set<uint64_t> ended;
+    for (int life = 0; life <= ranks_[size_t(r)].life; ++life) {
+      const Life& one = memory_->lives[r][life];
+      deaths += !one.hasLeft && !(life == ranks_[size_t(r)].life && hasExited(r));
+      for (int i = 0; i < one.entries; ++i) ended.insert(one.log[i].turn);
+    }
+    std::string missing;
+    int count = 0;
+    for (const auto& [turn, entry] : known) {
+      if (!(entry.contributors >> r & 1) || ended.contains(turn)) continue;
+      ++count;
+      missing += ' ' + std::to_string(turn);
+    }
+    if (count > deaths)
+      problem("rank " + std::to_string(r) +
+              " has contributed to turns that it has not ended:" + missing);
   }
   // The last operation of a dead process, which may have seen its end alone, does not bind the rest.
   void compare(std::map<uint64_t, Entry>& known, int r, int life, bool isBinding) {
@@ -840,7 +1039,8 @@ class RunningCase {
     const std::string name = "rank " + std::to_string(r) + "." + std::to_string(life);
     for (int i = 0; i < one.entries; ++i) {
       const Entry& entry = one.log[i];
-      if (i > 0 && entry.turn != one.log[i - 1].turn + 1)
+      if (i > 0 && (entry.isFirst ? entry.turn <= one.log[i - 1].turn + 1
+                                  : entry.turn != one.log[i - 1].turn + 1))
         problem(name + " went from turn " + std::to_string(one.log[i - 1].turn) + " to " +
                 std::to_string(entry.turn));
       const auto [place, isNew] = known.emplace(entry.turn, entry);
