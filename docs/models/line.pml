@@ -14,6 +14,7 @@
  *   -DALLASK    all members call it, before call PLACE of their program
  *   -DGIVES=1   times that a call of recover_ranks comes to its deadline, or that a member cannot make a successor
  *   -DMOST=3    successors that are ever proposed, at most (else 2)
+ *   -DTAKEN=1   some of the ASKS are calls of deactivate_ranks: they take rank 0 out, which may call it, too
  *   -DM_...     one rule broken: must give a counterexample
  */
 #ifndef CALLS
@@ -46,6 +47,10 @@
 #ifndef MOST
 #define MOST 2
 #endif
+#ifndef TAKEN
+#define TAKEN 0
+#endif
+#define LEAVER 0      /* also the member that proposes */
 #define P (MEMBERS + NEWS + AGAIN)
 #define BIT(r) (1 << (r))
 #define HAS(m, r) (((m) >> (r)) & 1)
@@ -72,8 +77,8 @@ byte early;              /* the newcomers whose messages lie in the new series' 
 byte retired;            /* mask: has retired the old series: no message comes there any more */
 byte ran[CALLS + 1];     /* ghost: the operation that a call was, on the first process that ended it: 1 + AT(series, operation) */
 
-/* Callers of recover_ranks. */
-byte want[P];            /* the newcomers that it waits for; 0: it is in no such call */
+/* Callers of recover_ranks, and of deactivate_ranks. */
+byte want[P];            /* the newcomers that it waits for, and the member that it takes out; 0: it is in no such call */
 byte last[P];            /* the successor for which it has wished last */
 /* Successors, from 1 on: who has proposed it, with which newcomers and members; and masks of processes. */
 byte proposals, proposer[MOST + 1], news[MOST + 1], team[MOST + 1];
@@ -99,6 +104,8 @@ hidden byte x, y, z, s, w;
 #else
 #define IN(g, r) ((g) == 0 && (r) < MEMBERS || (g) == 1 && HAS(TEAM(me), r))
 #endif
+/* I am no member of my new series: I was taken out, and run nothing. */
+#define IS_TAKEN(r) (series[r] != 0 && !HAS(TEAM(r), r))
 #define HERE(g, r) (!IN(g, r) || begun[AT(g, r)] > ended[AT(g, me)] || HAS(known[AT(g, me)], r))
 #if P == 3
 #define EVERY(F, a) (F(a, 0) && F(a, 1) && F(a, 2))
@@ -110,8 +117,13 @@ hidden byte x, y, z, s, w;
 #define ALL_HERE(g) EVERY(HERE, g)
 #define CLOSED(r) (close[r] != 0 && ended[OLD(r)] + 1 >= close[r])
 
+#ifdef M_LINE_TAKEN /* one that is taken out is not asked */
+#define OF_OLDS(s) (OLDS & team[s])
+#else
+#define OF_OLDS(s) OLDS
+#endif
 /* The members all live, as far as I know, or have it ready. */
-#define IS_READY(s, r) ((r) >= MEMBERS || HAS(out[me] | ready[s], r))
+#define IS_READY(s, r) (!HAS(OF_OLDS(s), r) || HAS(out[me] | ready[s], r))
 #define ARE_READY(s) EVERY(IS_READY, s)
 
 /* A flush of my old series or of my new one: all its living members report at once. In the old one also: a close that one knows of
@@ -127,7 +139,7 @@ inline flush(g) {
      if :: IN(g, x) && LIVES(x) && begun[AT(g, x)] > y -> y = begun[AT(g, x)] :: else fi;
      if :: IN(g, x) && LIVES(x) && ended[AT(g, x)] > y -> y = ended[AT(g, x)] :: else fi;
      if
-     :: (g) == 0 && x < MEMBERS && LIVES(x) && wish[x] != 0 && (OLDS & ~dead & ~ready[wish[x]]) == 0 && (w == 0 || wish[x] < w) -> w = wish[x]
+     :: (g) == 0 && x < MEMBERS && LIVES(x) && wish[x] != 0 && (OF_OLDS(wish[x]) & ~dead & ~ready[wish[x]]) == 0 && (w == 0 || wish[x] < w) -> w = wish[x]
      :: else
      fi;
      x++
@@ -166,7 +178,7 @@ inline finish(g) {
 #ifdef M_LINE_TOLD
 #define TOLD(s, r) true
 #else
-#define TOLD(s, r) ((r) >= MEMBERS || HAS(out[me], r) || TOLD_OF(s, r))
+#define TOLD(s, r) ((r) >= MEMBERS || HAS(out[me], r) || TOLD_OF(s, r) || TAKEN && !HAS(team[s], r))
 #endif
 #define ALL_TOLD(s) EVERY(TOLD, s)
 #define ONE_TOLD(s) (TOLD_OF(s, 0) || TOLD_OF(s, 1) || MEMBERS == 3 && TOLD_OF(s, MEMBERS - 1))
@@ -233,14 +245,15 @@ inline finish(g) {
 /* A successor that I have not, and could make but for room. */
 #define IS_NEWS(s, a) (HAS(word[s], me) && !HAS(has[s], me) && !REFUSED(s) && ARE_HERE(news[s]))
 #define NEWS_COME ANY(IS_NEWS, 0)
-#define MAY_PROPOSE(a) (PROPOSES && ASKS_ME(a) && ARE_HERE(want[a]) && NONE_LIVES)
+#define ARE_DUE(set) (ARE_HERE((set) & ~OLDS) && ((set) & ~OLDS & 255 || !HAS(out[me], LEAVER)))
+#define MAY_PROPOSE(a) (PROPOSES && ASKS_ME(a) && ARE_DUE(want[a]) && NONE_LIVES)
 #define PROPOSE_DUE (MAY_PROPOSE(0) || MAY_PROPOSE(1) || MEMBERS == 3 && MAY_PROPOSE(MEMBERS - 1))
 #ifdef M_LINE_ANYBODY /* its members are all that are ranks of the job when it is made */
 #define MEMBER_OF(s, r) ((r) < MEMBERS || HAS(HOLDERS(me), r))
 #else
 #define MEMBER_OF(s, r) HAS(team[s], r)
 #endif
-#define PART(s, r) (!MEMBER_OF(s, r) || (r) == me || HAS(came[s] | out[me], r))
+#define PART(s, r) (!HAS(team[s], me) || !MEMBER_OF(s, r) || (r) == me || HAS(came[s] | out[me], r))
 #ifdef M_LINE_AGAIN
 #define HEARD(s) skip
 #else
@@ -321,11 +334,11 @@ inline give_up(s) {
 #define HEAR_OF3(s)
 #endif
 
-/* One proposes, one at a time: the newcomers for which a member has asked it. */
+/* One proposes, one at a time: with the newcomers for which a member has asked it, without the member that is to be taken out. */
 #define PROPOSE(a) \
   :: d_step { PREPARING && MAY_PROPOSE(a) && !IS_FULL -> \
-       proposals++; assert(proposals <= MOST); proposer[proposals] = me; news[proposals] = want[a]; \
-       team[proposals] = OLDS & ~out[me] | want[a]; word[proposals] = (BIT(P) - 1) & ~BIT(me); make(proposals) }
+       proposals++; assert(proposals <= MOST); proposer[proposals] = me; news[proposals] = want[a] & ~OLDS; \
+       team[proposals] = OLDS & ~out[me] & ~want[a] | want[a] & ~OLDS; word[proposals] = (BIT(P) - 1) & ~BIT(me); make(proposals) }
 
 /* All that is under way from it arrives, or nothing. */
 inline crash(lost) {
@@ -345,11 +358,11 @@ inline crash(lost) {
 /* A view of the job without the dead. */
 #define VIEW :: d_step { LIVES(me) && dead != out[me] -> out[me] = dead }
 #define OPERATIONS(g) \
-  :: d_step { LIVES(me) && (series[me] != 0) == g && pend[me] == 0 && (g == 1 || !CLOSED(me)) && begun[AT(g, me)] == ended[AT(g, me)] \
+  :: d_step { LIVES(me) && (series[me] != 0) == g && !IS_TAKEN(me) && pend[me] == 0 && (g == 1 || !CLOSED(me)) && begun[AT(g, me)] == ended[AT(g, me)] \
        && call[me] < CALLS && MAY_CALL(me) -> begun[AT(g, me)] = begun[AT(g, me)] + 1 } \
   :: d_step { LIVES(me) && (series[me] != 0) == g && pend[me] == 0 && begun[AT(g, me)] > ended[AT(g, me)] && ALL_HERE(g) -> finish(g) } \
   /* a member that is waited for has crashed */ \
-  :: d_step { LIVES(me) && ((g) == 0 && me < MEMBERS || (g) == 1 && series[me] != 0) && (dead & ~known[AT(g, me)] & ((g) == 0 -> OLDS : TEAM(me))) != 0 -> flush(g) }
+  :: d_step { LIVES(me) && ((g) == 0 && me < MEMBERS || (g) == 1 && series[me] != 0 && !IS_TAKEN(me)) && (dead & ~known[AT(g, me)] & ((g) == 0 -> OLDS : TEAM(me))) != 0 -> flush(g) }
 
 proctype Member(byte me) {
 end:
@@ -366,8 +379,12 @@ end:
   ASK(BIT(FIRST))
   ASK(BIT(FIRST + 1))
 #endif
-  /* a newcomer that it waits for is lost */
-  :: d_step { PREPARING && (want[me] & ~HOLDERS(me)) != 0 -> want[me] = want[me] & HOLDERS(me) }
+#if TAKEN
+  :: d_step { PREPARING && want[me] == 0 && close[me] == 0 && MAY_ASK(me) && !HAS(out[me], LEAVER) -> want[me] = BIT(LEAVER); last[me] = 0; ASKED }
+#endif
+  /* a newcomer that it waits for is lost, or the member that it takes out */
+#define NOT_LOST (HOLDERS(me) | OLDS & ~out[me])
+  :: d_step { PREPARING && (want[me] & ~NOT_LOST) != 0 -> want[me] = want[me] & NOT_LOST }
   PROPOSE(0)
   PROPOSE(1)
 #if MEMBERS == 3
@@ -475,7 +492,7 @@ init {
    * that live; all calls and all messages are through. */
 #define CAME(a, r) ((r) >= MEMBERS || HAS(dead, r) || series[r] != 0)
 #define STAYED(a, r) ((r) >= MEMBERS || HAS(dead, r) || series[r] == 0)
-#define DONE(a, r) (HAS(dead, r) || (r) >= MEMBERS && series[r] == 0 || call[r] == CALLS)
+#define DONE(a, r) (HAS(dead, r) || IS_TAKEN(r) || (r) >= MEMBERS && series[r] == 0 || call[r] == CALLS)
 #define GOES_WITH(n, m) ((m) >= MEMBERS || HAS(dead, m) || series[m] == 0 && series[n] == 0 || (HAS(team[series[m]], n) -> series[n] == series[m] : series[n] == 0))
 #define FOLLOWS(a, r) ((r) < MEMBERS || HAS(dead, r) || GOES_WITH(r, 0) && GOES_WITH(r, 1) && GOES_WITH(r, MEMBERS - 1))
 #define WAITS(a, r) (HAS(dead, r) || want[r] == 0)
