@@ -63,9 +63,11 @@ class MooncakeBackend(Backend):
     is_removed: bool
     room: int
     series: int
-    def is_ready(self, rank: int) -> bool: ...
+    def ready_key(self, rank: int) -> int:
+        """Names the process that waits to be let in for this rank; 0: there is none."""
+
     def recover_ranks(
-        self, ranks: list[int], ready: float, drops_unready: bool = False
+        self, ranks: list[int], ready: float, keys: list[int] = []
     ) -> list[int]: ...
     def deactivate_ranks(self, ranks: list[int]) -> None: ...
     def join_group(self) -> None: ...

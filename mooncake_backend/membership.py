@@ -162,7 +162,7 @@ def get_peer_state(group: Any, ranks: Sequence[int]) -> list[bool]:
         if not (0 <= rank < max(backend.room, backend.active_ranks.numel())):
             raise RuntimeError(f"invalid argument: rank {rank} is not in a group of {size}")
     healthy = set(backend.survivors) - {seen.rank for seen in get_evidence(group)}
-    return [rank in healthy or backend.is_ready(rank) for rank in ranks]
+    return [rank in healthy or backend.ready_key(rank) != 0 for rank in ranks]
 
 
 def get_num_synced_ranks(group: Any) -> int:

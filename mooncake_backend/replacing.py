@@ -125,20 +125,22 @@ def join_token(group: Any) -> str:
 def admit(group: Any) -> list[int]:
     """Lets in whoever waits, at one place of the program: every member calls it there. Returns the
     ranks that have come, the same on all; mostly none. One that is lost again at once is among
-    them: no member can know what the others have seen of it. Costs an all_reduce of a byte for each
-    rank."""
+    them: no member can know what the others have seen of it. Costs an all_reduce of 8 bytes for
+    each rank."""
     backend = backend_of(group)
-    waits = torch.zeros(backend.room, dtype=torch.uint8)
+    waits = torch.zeros(backend.room, dtype=torch.int64)
     survivors = set(backend.survivors)
     for rank in range(backend.room):
-        waits[rank] = rank not in survivors and backend.is_ready(rank)
+        waits[rank] = 0 if rank in survivors else backend.ready_key(rank)
     options = torch.distributed.AllreduceOptions()
     options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
     cast("Any", backend).allreduce([waits], options).wait()
     ranks: list[int] = waits.nonzero().flatten().tolist()
     if ranks:
         _refuse_in_capture("admit")
-        backend.recover_ranks(ranks, KNOWN_WITHIN, drops_unready=True)
+        # A process that comes in place of one of these meanwhile has to wait: its first call would
+        # meet some members before this place and others behind it.
+        backend.recover_ranks(ranks, KNOWN_WITHIN, waits[ranks].tolist())
     note_growth()
     return ranks
 

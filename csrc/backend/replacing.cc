@@ -7,16 +7,20 @@
 
 namespace mooncake {
 
-bool Replacing::isReady(int rank) const {
-  return group_.isOpen() && rank < group_.room() && group_.line().isReady(rank);
+uint64_t Replacing::readyKey(int rank) const {
+  return group_.isOpen() && rank < group_.room() ? group_.line().readyKey(rank) : 0;
 }
 
 std::vector<int> Replacing::recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
-                                    GroupLine::Unready unready) {
+                                    const std::vector<uint64_t>& keys) {
+  std::map<int, uint64_t> byRank;
+  for (size_t i = 0; i < ranks.size() && i < keys.size(); ++i) byRank[ranks[i]] = keys[i];
+  using Unready = GroupLine::Unready;
+  const Unready unready = keys.empty() ? Unready::kIsError : Unready::kIsDropped;
   const Deadline deadline =
       begin("recover_ranks", ranks, "name lost ones, for which get_peer_state is True");
-  return orThrow(
-      group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline, unready));
+  return orThrow(group_.line().recover(ranks, deadline.earlier(Deadline::after(ready)), deadline,
+                                       unready, byRank));
 }
 
 void Replacing::deactivate(const std::vector<int>& ranks) {

@@ -14,13 +14,15 @@ class Replacing {
  public:
   Replacing(LiveGroup& group, DeviceHalf& devices) : group_(group), devices_(devices) {}
 
-  // Whether a process waits in join() to take the place of this lost rank.
-  bool isReady(int rank) const;
+  // Names the process that waits in join() to take the place of this lost rank. 0: there is none.
+  uint64_t readyKey(int rank) const;
   // Members: lets processes in for these ranks. Waits for the caller's earlier calls, and for
   // processes that come within `ready`. Ranks that are in are skipped: every member may call it, one
   // has to. Returns the ranks that were ready and are lost again.
+  // `keys`, of all ranks or empty: only the processes that readyKey() named so; ranks of others are
+  // dropped, and ranks for which none comes.
   std::vector<int> recover(const std::vector<int>& ranks, std::chrono::milliseconds ready,
-                           GroupLine::Unready unready);
+                           const std::vector<uint64_t>& keys);
   // Members: takes these ranks out, this one, too, if it is among them. Waits for the caller's earlier
   // calls. Ranks that are out are skipped: every member may call it, one has to.
   void deactivate(const std::vector<int>& ranks);

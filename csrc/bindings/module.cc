@@ -485,12 +485,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "recover_ranks",
-          [](PythonBackend& backend, const std::vector<int>& ranks, double ready, bool drops) {
-            using Unready = mooncake::GroupLine::Unready;
-            return backend.replacing().recover(ranks, seconds(ready),
-                                               drops ? Unready::kIsDropped : Unready::kIsError);
+          [](PythonBackend& backend, const std::vector<int>& ranks, double ready,
+             const std::vector<uint64_t>& keys) {
+            return backend.replacing().recover(ranks, seconds(ready), keys);
           },
-          py::arg("ranks"), py::arg("ready"), py::arg("drops_unready") = false,
+          py::arg("ranks"), py::arg("ready"), py::arg("keys") = std::vector<uint64_t>(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "deactivate_ranks",
@@ -517,8 +516,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly(
           "is_removed", [](PythonBackend& backend) { return backend.group().line().isRemoved(); })
       .def(
-          "is_ready",
-          [](PythonBackend& backend, int rank) { return backend.replacing().isReady(rank); },
+          "ready_key",
+          [](PythonBackend& backend, int rank) { return backend.replacing().readyKey(rank); },
           py::arg("rank"))
       .def_static("note_losses_read", &MissingParts::noteRead)
       .def("check_standing", fact<&GroupFacts::checkStanding>())

@@ -93,9 +93,9 @@ bool GroupLine::isRemoved() const {
   return isRemoved_;
 }
 
-bool GroupLine::isReady(int rank) const {
+uint64_t GroupLine::readyKey(int rank) const {
   Lock lock(mutex_);
-  return ready_.isReady(rank);
+  return ready_.keyOf(rank);
 }
 
 // On the loop's thread.
@@ -390,7 +390,8 @@ void GroupLine::checkTold(uint64_t digest) {
 }
 
 Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline ready,
-                                            Deadline deadline, Unready unready) {
+                                            Deadline deadline, Unready unready,
+                                            const std::map<int, uint64_t>& keys) {
   std::ranges::sort(ranks);
   std::vector<int> dropped;
   std::vector<Newcomer> asked;  // all that were wanted so far
@@ -411,6 +412,14 @@ Result<std::vector<int>> GroupLine::recover(std::vector<int> ranks, Deadline rea
       if (isMoving_ || current_ != group) continue;
       wanted = ready_.of(ranks, missing);
     }
+    std::erase_if(wanted, [&](const Newcomer& newcomer) {
+      const auto key = keys.find(newcomer.rank);
+      if (key == keys.end() || key->second == ReadyNewcomers::keyOf(newcomer.id)) return false;
+      std::erase(ranks, newcomer.rank);
+      dropped.push_back(newcomer.rank);
+      return true;
+    });
+    if (ranks.empty()) continue;
     for (const Newcomer& newcomer : wanted) {
       if (std::ranges::count(asked, newcomer) == 0) asked.push_back(newcomer);
     }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -70,17 +71,20 @@ class GroupLine {
   bool isNewcomer() const EXCLUDES(mutex_);
   // Whether they have taken it out.
   bool isRemoved() const EXCLUDES(mutex_);
-  // Whether a newcomer waits to take the place of this rank, which is lost.
-  bool isReady(int rank) const EXCLUDES(mutex_);
+  // Names the newcomer that waits to take the place of this rank, which is lost. 0: there is none.
+  uint64_t readyKey(int rank) const EXCLUDES(mutex_);
 
   // Members: lets newcomers in for these ranks, and waits until the line has moved, or until it is
   // decided that it moves behind a call that other members are in and this rank has not begun. The
   // caller's own earlier calls have ended. Ranks that are in are skipped. Returns the ranks among
   // them for which a newcomer was ready and is lost again, or comes later. kTimeout: names the ranks for which none is ready by
   // `ready`, or the members that have not come by `deadline`; nothing has changed.
+  // With `keys`, by rank: only the newcomers that readyKey() named so. Another one that has come since
+  // is dropped, so that members that agree on the keys go on at one place.
   enum class Unready { kIsError, kIsDropped };  // a rank for which no newcomer is ready
   Result<std::vector<int>> recover(std::vector<int> ranks, Deadline ready, Deadline deadline,
-                                   Unready unready = Unready::kIsError) EXCLUDES(mutex_);
+                                   Unready unready = Unready::kIsError,
+                                   const std::map<int, uint64_t>& keys = {}) EXCLUDES(mutex_);
   // Members: takes these ranks out, this one, too, if it is among them, and waits as recover() does.
   // Ranks that are out are skipped. A rank that takes itself out takes part in no further call, also
   // if other members are in one.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <vector>
 
@@ -18,7 +19,9 @@ class ReadyNewcomers {
   // One that is let in, and a rank that is taken out, waits no more.
   void forget(const Successor& successor);
   void forgetAll() { ready_.clear(); }
-  bool isReady(int rank) const;
+  // Names the process that is ready for this rank; 0: none is.
+  uint64_t keyOf(int rank) const;
+  static uint64_t keyOf(const EngineId& id);  // never 0
   // Of these ranks. Into `missing`: ranks for which none is ready.
   std::vector<Newcomer> of(const std::vector<int>& ranks, std::vector<int>& missing) const;
 

@@ -143,7 +143,7 @@ class LineSide {
   void letInReady() {
     std::vector<int> ranks;
     for (int r = 0; r < job_.size(); ++r) {
-      if (line_->isReady(r)) ranks.push_back(r);
+      if (line_->readyKey(r) != 0) ranks.push_back(r);
     }
     if (ranks.empty()) return;
     // None of them, if another change comes first.

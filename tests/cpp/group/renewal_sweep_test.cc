@@ -509,7 +509,7 @@ class Process {
   }
   uint64_t ready() const {
     uint64_t ready = 0;
-    for (int r = 0; r < case_.size; ++r) ready |= uint64_t(line_->isReady(r)) << r;
+    for (int r = 0; r < case_.size; ++r) ready |= uint64_t(line_->readyKey(r) != 0) << r;
     return ready;
   }
   void recover(uint64_t ready) {
