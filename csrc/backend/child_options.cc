@@ -37,6 +37,7 @@ BackendOptions optionsOfSplit(const LiveGroup& group, const std::vector<int>& ra
   split.timeout = opts.timeout;
   split.activeRanks = at::Tensor();
   split.capacity = 0;
+  split.isNewcomer = group.line().isNewcomer();  // not any more, once it has joined
   split.globalRanks.clear();
   for (const int rank : ranks) split.globalRanks.push_back(group.jobRank(rank));
   return split;
