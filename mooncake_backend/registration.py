@@ -36,10 +36,11 @@ def register() -> None:
 def _create(
     backend_name: str, dist_opts: Any, options: Any = None
 ) -> MooncakeBackend | dist.ProcessGroup:
-    from mooncake_backend import objects
+    from mooncake_backend import objects, shrinking
     from mooncake_backend.group import create_group
 
     objects.read_lost_parts_as_none()
+    shrinking.correct_shrunk_groups()
     return create_group(backend_name, dist_opts, options)
 
 

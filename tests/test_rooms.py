@@ -86,7 +86,7 @@ def test_sources_reach_the_users_of_their_headers():
 def test_names_of_a_package_lead_to_their_modules():
     assert python_tests("mooncake_backend/gradients.py") == {
         "checkpoint_docs", "ddp_after_loss", "deactivation", "demo", "missing_parts", "packaging",
-        "readme", "rejoin", "return",
+        "readme", "rejoin", "return", "shrinking",
     }  # fmt: skip
     assert "ep_elastic" in python_tests("ep/elastic.py")
     assert "ep_late" not in python_tests("ep/elastic.py")

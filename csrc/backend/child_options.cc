@@ -23,6 +23,16 @@ std::vector<MergeMember> mergeMembers(const LiveGroup& ours) {
 
 }  // namespace
 
+BackendOptions optionsOfChild(const LiveGroup& group, const std::vector<int>& ranks) {
+  BackendOptions child = group.options();
+  child.activeRanks = at::Tensor();
+  child.capacity = 0;
+  child.isNewcomer = group.line().isNewcomer();  // not any more, once it has joined
+  child.globalRanks.clear();
+  for (const int rank : ranks) child.globalRanks.push_back(group.jobRank(rank));
+  return child;
+}
+
 BackendOptions optionsOfSplit(const LiveGroup& group, const std::vector<int>& ranks,
                               const c10d::Backend::Options& opts) {
   group.refuseInForkedChild();
@@ -32,14 +42,9 @@ BackendOptions optionsOfSplit(const LiveGroup& group, const std::vector<int>& ra
       refuse("split: rank " + std::to_string(rank) + " is not in a group of " +
              std::to_string(group.size()));
   }
-  BackendOptions split = group.options();
+  BackendOptions split = optionsOfChild(group, ranks);
   split.groupName = groupNameIn(opts);
   split.timeout = opts.timeout;
-  split.activeRanks = at::Tensor();
-  split.capacity = 0;
-  split.isNewcomer = group.line().isNewcomer();  // not any more, once it has joined
-  split.globalRanks.clear();
-  for (const int rank : ranks) split.globalRanks.push_back(group.jobRank(rank));
   return split;
 }
 

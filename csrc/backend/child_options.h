@@ -10,7 +10,10 @@
 
 namespace mooncake {
 
-// Options for a group of these ranks of a group; the list is the new group's rank order. Throws.
+// Options for a group of these ranks of a group, without a name. The list is the new group's rank
+// order.
+BackendOptions optionsOfChild(const LiveGroup& group, const std::vector<int>& ranks);
+// The same for a group that is split off, with what the caller gives. Throws.
 BackendOptions optionsOfSplit(const LiveGroup& group, const std::vector<int>& ranks,
                               const c10d::Backend::Options& opts);
 // Options for a group that the group is merged into. Only used while it lives. Throws.

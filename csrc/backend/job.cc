@@ -278,12 +278,16 @@ std::unique_ptr<Group> Job::makeGroup(const Group& parent, GroupOptions options,
 
 void Job::add(const void* group, std::function<void(Farewell::How)> leave) {
   Lock lock(mutex_);
+  moveHead(nullptr, group);
   groups_.emplace_back(group, std::move(leave));
 }
+
+void Job::moveHead(const void* from, const void* to) { head_.compare_exchange_strong(from, to); }
 
 void Job::remove(const void* group) {
   Lock lock(mutex_);
   std::erase_if(groups_, [&](const auto& one) { return one.first == group; });
+  moveHead(group, this);  // no group has its address any more
 }
 
 void Job::leaveOthers(const void* group, Farewell::How how) {

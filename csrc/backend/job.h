@@ -55,9 +55,13 @@ class Job {
   // wait for each other in two groups.
   void add(const void* group, std::function<void(Farewell::How)> leave);
   void remove(const void* group);
+  // The head ends the job when it leaves: the first group of add(), or a group that took its place.
+  bool isHead(const void* group) const { return head_ == group; }
+  void moveHead(const void* from, const void* to);
   void leaveOthers(const void* group, Farewell::How how);
   // Waits a moment until rank 0 has gone, because as a rule it holds the server of the store. Until
-  // that server has ended, the next init_process_group() at the same address would find it.
+  // that server has ended, the next init_process_group() at the same address would find it. The
+  // first rank of the group is rank 0 of the job.
   void awaitRankZerosExit(const Group& group) const;
   // Tells the peers that this rank leaves the job. A lent engine stays, without its connections to
   // the job's peers.
@@ -108,6 +112,7 @@ class Job {
   Mutex mutex_;                 // also held while they leave
   std::vector<std::pair<const void*, std::function<void(Farewell::How)>>> groups_
       GUARDED_BY(mutex_);
+  std::atomic<const void*> head_{nullptr};
   Mutex linesMutex_;
   std::set<std::string> lines_ GUARDED_BY(linesMutex_);
   std::atomic<bool> hasLeft_{false};

@@ -21,13 +21,15 @@ Leaving::Leaving(LiveGroup& group, DeviceHalf& devices) : group_(group), devices
   group_.job().add(this, [this](Farewell::How how) { leaveGroup(how); });
 }
 
+void Leaving::takeOver(const Leaving& other) { group_.job().moveHead(&other, this); }
+
 void Leaving::shutdown() {
   if (group_.isForkedChild() || !group_.isOpen()) return;
   Job& job = group_.job();
-  const bool isFirst = !group_.isWithinWorld();
-  if (isFirst) job.leaveOthers(this, Farewell::How::kDestroyed);
-  if (leaveGroup() && isFirst) job.awaitRankZerosExit(*group_.group());
-  if (isFirst) job.sayGoodbye({});
+  const bool isHead = job.isHead(this);
+  if (isHead) job.leaveOthers(this, Farewell::How::kDestroyed);
+  if (leaveGroup() && isHead && group_.jobRank(0) == 0) job.awaitRankZerosExit(*group_.group());
+  if (isHead) job.sayGoodbye({});
 }
 
 // An operation that the other members never call goes on without them when their leave reports have
@@ -44,6 +46,7 @@ bool Leaving::drainQueue(Farewell::How how, Deadline budget) {
 
 bool Leaving::leaveGroup(Farewell::How how) {
   if (!group_.isOpen() || group_.isForkedChild()) return false;
+  hasLeft_ = true;
   Lock lock(mutex_);
   const std::shared_ptr<Group> group = group_.group();
   const Deadline budget = Deadline::after(group_.options().env.failureTimeout);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <atomic>
+
 #include "backend/live_group.h"
 #include "base/mutex.h"
 
@@ -17,10 +19,14 @@ class Leaving {
   Leaving& operator=(const Leaving&) = delete;
 
   // Leaves in good order. Waits until all calls have ended, here and on ranks that need our memory
-  // for them, at most for failure_timeout. Every later call is refused. The group that the job
-  // began with also leaves all other groups of the job, even if the caller still holds them, and
+  // for them, at most for failure_timeout. Every later call is refused. The head of the job also
+  // leaves all other groups of the job, even if the caller still holds them, and
   // says goodbye to the peers. Its ranks other than 0 first wait a moment until rank 0 has gone.
   void shutdown();
+  // Whether leaveGroup() was called, by one of the functions here or by the job.
+  bool hasLeft() const { return hasLeft_; }
+  // Makes this group the head of the job, if the other one is.
+  void takeOver(const Leaving& other);
   // Leaves the group and gives everything back: joins the threads; the engine goes with its last
   // group. Waits for the completion thread, which may wait for Python's lock: do not hold that
   // lock. Nothing may be called afterwards.
@@ -40,6 +46,7 @@ class Leaving {
 
   LiveGroup& group_;
   DeviceHalf& devices_;
+  std::atomic<bool> hasLeft_{false};
   Mutex mutex_;  // one leaveGroup() at a time
 };
 

@@ -22,6 +22,7 @@
 #include "backend/message_work.h"
 #include "backend/mooncake_backend.h"
 #include "backend/named_group.h"
+#include "backend/shrinking.h"
 #include "backend/signals.h"
 #include "bindings/capture.h"
 #include "bindings/ep.h"
@@ -97,6 +98,25 @@ class PythonBackend final : public MooncakeBackend {
       return c10::make_intrusive<PythonBackend>(store, int(place - ranks.begin()),
                                                 int(ranks.size()), std::move(options), this);
     });
+  }
+  // Since torch 2.10, so without `override`. Called on the ranks that stay. The caller destroys this
+  // group afterwards, and with it the job, if the new group did not take the job over.
+  bool supportsShrinking() const { return true; }
+  c10::intrusive_ptr<Backend> shrink(const std::vector<int64_t>& excluded, int flags = 0,
+                                     const c10::intrusive_ptr<Options>& opts = nullptr) {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (PyGILState_Check()) unlocked.emplace();
+    if (leaving().hasLeft())
+      mooncake::throwError({ErrorCode::kAborted, mooncake::LiveGroup::kDestroyed});
+    mooncake::Shrinking shrinking(group(), excluded);
+    shrinking.agree();
+    constexpr int kAbort = 1;  // torch.distributed.SHRINK_ABORT
+    if ((flags & kAbort) != 0) abort();
+    auto made =
+        c10::make_intrusive<PythonBackend>(c10::intrusive_ptr<c10d::Store>(), shrinking.rank(),
+                                           shrinking.size(), shrinking.options(opts.get()), this);
+    made->leaving().takeOver(leaving());
+    return made;
   }
   // Makes a group of processes that may not know each other yet: a job of its own.
   c10::intrusive_ptr<Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
@@ -223,8 +243,12 @@ c10::intrusive_ptr<PythonBackend> createBackend(
                                  .peerBytes = backendEnv->peerBytes,
                                  .peerTable = std::move(*peerTable)},
                      .blockingWait = backendEnv->blockingWait};
-  // Later groups share the default group's engine.
-  if (world) options.attr("pop")("engine", py::none());
+  // Later groups share the default group's engine. torch numbers their ranks as the default group
+  // does, which may have become smaller than the job.
+  if (world) {
+    options.attr("pop")("engine", py::none());
+    for (int& r : out.globalRanks) r = (*world)->group().jobRank(r);
+  }
   apply(options, out);
   py::gil_scoped_release unlocked;
   return c10::make_intrusive<PythonBackend>(store, rank, size, std::move(out),

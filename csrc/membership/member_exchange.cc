@@ -102,11 +102,13 @@ void MemberExchange::giveUp(const Error& why) {
   (void)refuse(membership_, options_, why);
 }
 
-// Members in the job whose parts have not come.
+// Members in the job whose parts are waited for and have not come.
 std::vector<int> MemberExchange::missing(const View& view) const {
   std::vector<int> ranks;
   for (size_t r = 0; r < parts_.size(); ++r) {
-    if (!parts_[r] && view.active.contains(options_.jobRanks[r])) ranks.push_back(int(r));
+    if (!parts_[r] && !options_.unawaited.contains(int(r)) &&
+        view.active.contains(options_.jobRanks[r]))
+      ranks.push_back(int(r));
   }
   return ranks;
 }
@@ -136,7 +138,8 @@ void MemberExchange::onMessage(const EngineId& from, ByteView message) {
   Lock lock(mutex_);
   if (kind == Kind::kPart && !parts_[size_t(rank)]) {
     parts_[size_t(rank)].emplace(body.begin(), body.end());
-  } else if (kind == Kind::kGaveUp && !gaveUp_ && body.size() <= kMostText) {
+  } else if (kind == Kind::kGaveUp && !gaveUp_ && body.size() <= kMostText &&
+             !options_.unawaited.contains(rank)) {
     std::string text;
     for (const std::byte character : body) text += char(character);
     gaveUp_ = Error{ErrorCode::kAborted, nameGivingUp(options_, rank) + text};

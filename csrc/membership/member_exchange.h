@@ -10,6 +10,7 @@
 #include "base/deadline.h"
 #include "base/mutex.h"
 #include "membership/membership.h"
+#include "membership/rank_set.h"
 
 namespace mooncake {
 
@@ -23,6 +24,7 @@ class MemberExchange {
     uint64_t topic = 0;         // the same on all members, and of no other exchange
     std::vector<int> jobRanks;  // global ranks of the members, by their rank in the group
     int rank = 0;               // our rank in the group
+    GroupRanks unawaited;       // members that are told our part, and need neither come nor succeed
     // Whose ranks these are: a process that replaces one of them later is no member.
     std::shared_ptr<const Roster> roster;
   };
