@@ -116,8 +116,7 @@ class MooncakeBackendOptions:
 
     active_ranks: int32 tensor in which the group marks each rank, 1 = alive, 0 = lost
     max_group_size: number of ranks that the group may grow to; None is its first size.
-    Memory is laid out for as many, on all ranks. At most 64: the largest tested group. Other groups
-    do not grow
+    Memory is laid out for as many, on all ranks. At most 64: the largest tested group
     is_extension: this process comes to a running job, in place of a lost rank or behind the last
     one, as MOONCAKE_REJOIN=1 says for the default group. The group has it alone until join_group()
     auto_sync_on_failure: False: get_active_ranks() shows a lost rank as active, and

@@ -149,7 +149,7 @@ def note_growth() -> None:
     """Tells torch the global ranks by which groups have grown."""
     if not torch.distributed.is_initialized():
         return
-    for group, named in torch.distributed.distributed_c10d._world.pg_group_ranks.items():
+    for group, named in list(torch.distributed.distributed_c10d._world.pg_group_ranks.items()):
         if not isinstance(group, torch.distributed.ProcessGroup):
             continue  # stands for groups without this rank
         backend = find_backend(group) if len(named) < group.size() else None

@@ -43,7 +43,7 @@ at::Tensor GroupFacts::activeRanks() const {
 }
 
 void GroupFacts::checkStanding() const {
-  if (group_.isOpen()) throwIfError(group_.job().membership()->standing());
+  if (group_.isOpen()) throwIfError(group_.line().job()->standing());
 }
 
 JoinToken GroupFacts::joinToken() const {

@@ -25,6 +25,14 @@ constexpr auto kStoreEnds = std::chrono::milliseconds(50);
 constexpr int kJoinAgain = 3;
 constexpr std::chrono::seconds kMoment(2);
 constexpr size_t kAloneKeyBytes = 16;  // of an engine without peers
+// For the store's answer to a process that comes back: the store may be gone.
+constexpr std::chrono::seconds kStoreAnswers(1);
+
+std::vector<Bytes> endpointsIn(const std::vector<Bytes>& published) {
+  std::vector<Bytes> endpoints;
+  for (const Bytes& one : published) endpoints.push_back(orThrow(Group::endpointIn(one)));
+  return endpoints;
+}
 
 }  // namespace
 
@@ -143,9 +151,7 @@ std::unique_ptr<Group> Job::join(const c10::intrusive_ptr<c10d::Store>& store,
         if (!generation) return token.members;
         const auto published = mooncake::published(*generation, Group::kPublished, deadline);
         if (!published.ok()) throwError(shared.explain(published.error()));
-        std::vector<Bytes> members;
-        for (const Bytes& one : *published) members.push_back(orThrow(Group::endpointIn(one)));
-        return members;
+        return endpointsIn(*published);
       },
       deadline));
   // Later processes may find no founding member. Without the store, they find none of us either.
@@ -173,11 +179,19 @@ Status Job::enter(int size, const FindMembers& members, Deadline deadline) {
         deadline.earlier(Deadline::after(kJoinAgain * env_.failureTimeout + kMoment));
     auto joined = Membership::join(engine, asked, attempt);
     if (joined.ok()) {
-      Lock lock(placeMutex_);
-      engine_ = engine;
-      membership_ = std::move(*joined);
       failpoint("joined");
-      return {};
+      {
+        Lock lock(placeMutex_);
+        if (!hasLeft_) {
+          engine_ = engine;
+          membership_ = std::move(*joined);
+          return {};
+        }
+      }
+      // Another thread has destroyed the group meanwhile.
+      (*joined)->leave();
+      engine->leave({});
+      return {ErrorCode::kAborted, "the process group was destroyed"};
     }
     const ErrorCode why = joined.error().code;
     // It may have been let in, and be out again: this process was stopped meanwhile.
@@ -215,6 +229,27 @@ void Job::enterAgain(Deadline deadline) {
     throwError(
         {ErrorCode::kRefused, "rank " + std::to_string(rank_) +
                                   " cannot come back into the job: " + entered.error().message});
+  publishPlace(Deadline::after(kStoreAnswers));
+}
+
+// All members that this process knew may have come back themselves, with other engines. None: the
+// store is gone or does not answer, or this is rank 0.
+std::vector<Bytes> Job::publishedMembers(Deadline deadline) const {
+  if (!rankZeroStore_) return {};
+  C10dStore shared(rankZeroStore_, deadline, "");
+  const auto generation = Generation::find(shared, rank_, env_.jobKey, deadline);
+  if (!generation.ok() || (*generation)->id() != id_) return {};
+  const auto published = mooncake::published(**generation, Group::kPublished, deadline);
+  return published.ok() ? endpointsIn(*published) : std::vector<Bytes>();
+}
+
+// Later processes may find no other member.
+void Job::publishPlace(Deadline deadline) const {
+  if (!rankZeroStore_) return;
+  C10dStore shared(rankZeroStore_, deadline, "");
+  const auto generation = Generation::find(shared, rank_, env_.jobKey, deadline);
+  if (generation.ok() && (*generation)->id() == id_)
+    (void)publishLater(**generation, Group::kPublished, Group::publishedBy(*engine()));
 }
 
 void Job::checkKey(const char* what) const {
@@ -322,9 +357,14 @@ void Job::awaitRankZerosExit(const Group& group) const {
 }
 
 void Job::sayGoodbye(const Farewell& farewell) {
-  hasLeft_ = true;
-  const auto engine = this->engine();
-  const auto membership = this->membership();
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Membership> membership;
+  {
+    Lock lock(placeMutex_);
+    hasLeft_ = true;
+    engine = engine_;
+    membership = membership_;
+  }
   if (membership) membership->leave();
   if (!lent_ || farewell.how != Farewell::How::kDestroyed) return engine->leave(farewell);
   // The lent engine's owner opens a peer again to which it transfers.

@@ -87,6 +87,8 @@ class Job {
   void checkKey(const char* what) const;
   std::shared_ptr<Engine> makeEngine() const;
   Status enter(int size, const FindMembers& members, Deadline deadline) EXCLUDES(placeMutex_);
+  std::vector<Bytes> publishedMembers(Deadline deadline) const;
+  void publishPlace(Deadline deadline) const;
 
   const int rank_;
   const int size_;
@@ -99,7 +101,7 @@ class Job {
   Bytes key_;                         // the job's
   std::string routeHint_;             // EngineEnv::routeHint
   MergeStore::Members mergeMembers_;  // until begin()
-  // For awaitRankZerosExit(). Null on rank 0: its server ends when the program drops the store.
+  // For awaitRankZerosExit() and enterAgain(). Null on rank 0: its server ends when the program drops the store.
   c10::intrusive_ptr<c10d::Store> rankZeroStore_;
   mutable Mutex placeMutex_;
   std::shared_ptr<Engine> engine_ GUARDED_BY(placeMutex_);

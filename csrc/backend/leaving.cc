@@ -74,6 +74,7 @@ bool Leaving::leaveGroup(Farewell::How how) {
                              " was destroyed by a signal handler, in this operation of it"
                        : LiveGroup::kDestroyed};
   group->fail(over);
+  if (group_.line().isNewcomer() && !isInside) group_.line().stop();  // ends join()
   if (isInside) {
     group_.messages()->messages().abort(over);
   } else {

@@ -32,7 +32,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
                      const LiveGroup* world)
     : rank_(rank),
       size_(size),
-      room_(size),
+      room_(std::max(size, options.capacity)),
       options_(std::move(options)),
       isWithinWorld_(world != nullptr),
       activeRanks_(std::move(activeRanks)),
@@ -42,7 +42,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
           })) {
   checkRanks(options_.globalRanks);
   const Deadline init = deadline();
-  if (options_.capacity == 0) options_.capacity = size;
+  options_.capacity = room_;
   if (keepsLost()) activeRanks_->keepLost();
   if (world) {
     // A forked child makes no groups: it has no threads of the engine.
@@ -50,7 +50,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
     job_ = world->job_;
     if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
     options_.groupEnv = world->options_.groupEnv;
-    if (world->line_->isRemoved()) throwIfError(world->group()->usable());
+    world->checkIsIn();
     if (options_.isNewcomer) {
       events_->begin(0);
       startLine(job_->makeAlone(events_->with(groupOptions(), 0), init));
@@ -106,7 +106,7 @@ void LiveGroup::moveTo(Group& to, const std::vector<bool>& stays) {
 GroupOptions LiveGroup::groupOptions() const {
   return {.name = options_.groupName,
           .rank = rank_,
-          .size = std::max(size_, options_.capacity),
+          .size = room_,
           .extent = size_,
           .globalRanks = isWithinWorld_ ? firstJobRanks() : options_.globalRanks,
           .env = options_.groupEnv,
@@ -120,7 +120,7 @@ std::vector<int> LiveGroup::firstJobRanks() const {
   if (isWithinWorld_) ranks = options_.globalRanks;
   const int named = isWithinWorld_ ? size_ : room_;
   for (int r = int(ranks.size()); r < named; ++r) ranks.push_back(r);
-  ranks.resize(size_t(std::max(room_, options_.capacity)), Roster::kNobody);
+  ranks.resize(size_t(room_), Roster::kNobody);
   return ranks;
 }
 
@@ -173,13 +173,18 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
       .pushBytes = pushBytes,
       .raises = raises,
       .onView = std::move(onView)};
-  if (line_->isRemoved()) throwIfError(parent->usable());
+  checkIsIn();
   return line_->isNewcomer() ? job_->makeAlone(std::move(options), deadline)
                              : job_->makeGroup(*parent, std::move(options), deadline);
 }
 
+void LiveGroup::checkIsIn() const {
+  if (line_->isRemoved() || line_->job() != job_->membership()) throwIfError(group()->usable());
+}
+
 void LiveGroup::showLosses() {
-  if (options_.lostRanks != BackendOptions::LostRanks::kStayUntilSynced) return;
+  if (options_.lostRanks != BackendOptions::LostRanks::kStayUntilSynced || line_->isRemoved())
+    return;
   const auto group = this->group();
   GroupView now;
   for (int r = 0; r < group->size(); ++r) {

@@ -57,6 +57,8 @@ class LiveGroup {
   }
   // Programs see lost ranks as active for a while.
   bool keepsLost() const { return options_.lostRanks != BackendOptions::LostRanks::kAreOut; }
+  // Throws if this rank is out of the group, to which it may come back.
+  void checkIsIn() const;
   // With kStayUntilSynced: no rank that is lost by now is shown as active any more.
   void showLosses();
   bool isWithinWorld() const { return isWithinWorld_; }  // made within the job of another group

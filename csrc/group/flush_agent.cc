@@ -55,7 +55,9 @@ FlushAgent::FlushAgent(FlushOwner& owner, Membership& membership, Options option
 // The order matters: an answer to a message may be lost with its connection. onReconnected() must
 // tell us of that.
 void FlushAgent::start() {
-  membership_.subscribe(this, options_.roster);
+  // A group may have places that no rank has had, in a job of which no rank is out.
+  const bool hasRoom = std::ranges::count(options_.jobRanks, Roster::kNobody) > 0;
+  membership_.subscribe(this, options_.roster, hasRoom);
   membership_.engine().openTopic(
       options_.topic, [this](const EngineId& from, ByteView message) { onMessage(from, message); });
 }
@@ -447,7 +449,8 @@ FlushView FlushAgent::viewOf(const View& job) const {
       view.active.push_back(r);
       continue;
     }
-    if (jobRank == Roster::kNobody || !membership_.isLost(*options_.roster, jobRank)) continue;
+    if (!options_.roster->isRank(jobRank) || !membership_.isLost(*options_.roster, jobRank))
+      continue;
     auto& [rank, detail] = view.losses.emplace_back(FlushView::Loss{r, ""});
     const auto why =
         std::ranges::find(seen, jobRank, [](const auto& one) { return one.accusation.rank; });

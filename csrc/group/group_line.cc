@@ -587,6 +587,7 @@ Status GroupLine::enterAgain(std::shared_ptr<Membership> job) {
   SuccessorTable::Entries left;  // their threads take mutex_
   {
     Lock lock(mutex_);
+    while (isMoving_) changed_.wait_until(mutex_, Deadline::after(kLook).when());
     left = successors_.takeAll();
     outside_ = std::move(*alone);
     isIn_ = isJoining_ = isLeaving_ = false;

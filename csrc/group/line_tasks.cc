@@ -9,14 +9,12 @@ namespace mooncake {
 Status LineTasks::post(std::function<void()> task) {
   Lock lock(mutex_);
   if (isStopped_) return {};
-  if (!thread_.joinable()) {
-    auto thread = startThread("mooncake-join", [this] { run(); });
-    if (!thread.ok()) return thread.error();
-    thread_ = std::move(*thread);
-  }
   tasks_.push_back(std::move(task));
   changed_.notify_all();
-  return {};
+  if (thread_.joinable()) return {};
+  auto thread = startThread("mooncake-join", [this] { run(); });
+  if (thread.ok()) thread_ = std::move(*thread);
+  return thread.status();
 }
 
 bool LineTasks::isIdle() const {

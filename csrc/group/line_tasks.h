@@ -18,7 +18,7 @@ class LineTasks {
   LineTasks(const LineTasks&) = delete;
   LineTasks& operator=(const LineTasks&) = delete;
 
-  // An error: the system starts no thread; the task never runs. After stop() it is dropped.
+  // An error: the system starts no thread; the task waits for the next one. After stop() it is dropped.
   Status post(std::function<void()> task) EXCLUDES(mutex_);
   // Whether no task runs or waits.
   bool isIdle() const EXCLUDES(mutex_);

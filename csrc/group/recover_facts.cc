@@ -97,7 +97,8 @@ Error notYetOut(const Group& group) {
 }
 
 Error notLetIn(const GroupOptions& group) {
-  return {ErrorCode::kTimeout, "rank " + std::to_string(group.rank) + " was not let into group '" +
+  const std::vector<int> own = {group.rank};
+  return {ErrorCode::kTimeout, nameRanks(own, group.globalRanks) + " was not let into group '" +
                                    group.name +
                                    "': no member has called recover_ranks for it in time"};
 }

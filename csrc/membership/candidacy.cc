@@ -135,7 +135,10 @@ Result<Candidacy::Asked> Candidacy::ask(Peer& member) {
     const auto message = next(until.earlier(due));
     if (!message || message->first != member.id) continue;
     if (const auto* refusal = std::get_if<JoinRefusal>(&message->second)) {
-      return Error{refusal->isForNow() ? ErrorCode::kInterrupted : ErrorCode::kRefused,
+      // A member that is out itself says nothing about the job.
+      const bool isOver = refusal->reason == JoinRefusal::Reason::kOver;
+      const ErrorCode why = refusal->isForNow() ? ErrorCode::kInterrupted : ErrorCode::kRefused;
+      return Error{isOver ? ErrorCode::kPeerLost : why,
                    "rank " + std::to_string(options_.rank) + " cannot join: " + refusal->text};
     }
     if (const auto* part = std::get_if<RosterPart>(&message->second)) take(*part, asked);

@@ -157,11 +157,11 @@ void Membership::runOnLoop(std::function<void()> task) {
   done->get_future().wait();
 }
 
-void Membership::subscribe(Listener* listener, std::shared_ptr<const Roster> roster) {
-  runOnLoop([this, listener, roster = std::move(roster)] {
+void Membership::subscribe(Listener* listener, std::shared_ptr<const Roster> roster, bool always) {
+  runOnLoop([this, listener, roster = std::move(roster), always] {
     listeners_.push_back({listener, roster});
     const View now = roster ? viewOf(*roster) : view();
-    if (now.epoch > 1 || now.active.count() < size()) listener->onView(now);
+    if (always || now.epoch > 1 || now.active.count() < size()) listener->onView(now);
     if (const Status now = standing(); !now.ok()) listener->onOver(now.error());
   });
 }

@@ -99,7 +99,9 @@ class Membership {
   // listener misses nothing: if data sent after that is lost with a connection, onReconnected()
   // follows. Not on the loop's thread. `roster`: the one that the listener was made with, whose
   // ranks it means; null: always the present one.
-  void subscribe(Listener* listener, std::shared_ptr<const Roster> roster = nullptr);
+  // `always`: it hears of the present view also if that is the first one, of all ranks.
+  void subscribe(Listener* listener, std::shared_ptr<const Roster> roster = nullptr,
+                 bool always = false);
   // Returns when the listener is not called any more. Not on the loop's thread.
   void unsubscribe(Listener* listener) {
     runOnLoop([this, listener] {
