@@ -238,6 +238,17 @@ def test_a_spare_that_dies_unused_is_made_again(site: Site):
     assert "(spare)" in row(output, "1")
 
 
+def test_the_end_of_a_spare_is_seen_when_it_comes(site: Site):
+    """Long before the launcher looks again."""
+    launcher = begin(site, "heard('go', 'all')", "--monitor-interval", "3600")
+    ((pid, _),) = harness.until(lambda: kept(site), "a spare")
+    os.kill(pid, signal.SIGKILL)
+    until_said(launcher, f"spare (pid {pid}): killed by SIGKILL; another one is started")
+    site.say("go", 1)
+    code, output = launcher.wait()
+    assert code == 0, output
+
+
 def test_spares_that_die_again_and_again_are_given_up(site: Site):
     launcher = begin(site, GO)
     dead: list[int] = []
@@ -288,6 +299,7 @@ def test_a_spare_that_has_just_died_is_not_used(site: Site):
     code, output = launcher.wait()
     assert code == 0, output
     assert site.heard("started-1", 1) != pid
+    assert "no replacement can be started" not in output
     assert row(output, "1.1").endswith("finished")
 
 
@@ -318,6 +330,7 @@ until_ended(2, 1) if RANK == 0 else None
 def test_spares_end_with_the_job(site: Site, number):
     launcher = begin(site, "heard('go', 'all')", count=2)
     pids = ready(site, 2)
+    harness.stop_process(pids[0])  # it cannot see that the launcher ends
     assert all(launchers.runs(pid) for pid in pids)
     if number is None:
         site.say("go", 1)
