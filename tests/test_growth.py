@@ -411,3 +411,36 @@ def test_a_new_process_with_other_ranks_is_not_let_in():
         crew.call(other_ranks)
         text = crew.log(0)
     assert "rank 2 does not come into a group that has ranks 0, 1 here and ranks 0, 2 there" in text
+
+
+def in_a_full_job(me: harness.Rank):
+    """A group has room, and no rank of the job is missing."""
+    me.init("mooncake-cpu")
+    options = pg.MooncakeBackendOptions(max_group_size=3)
+    group = dist.new_group([0, 1], pg_options=options)
+    if me.rank < 2:
+        calls_of(group, [0, 1])
+        assert pg.get_active_ranks(group).tolist() == [1, 1, 0]
+        assert pg.get_peer_state(group, [0, 1, 2]) == [True, True, False]
+    return total(me.rank)
+
+
+def test_a_group_with_room_in_a_full_job():
+    with harness.Crew(3, backend=None) as crew:
+        assert crew.call(in_a_full_job) == [7] * 3
+
+
+def larger_room(me: harness.Rank):
+    """A new process asks for more room than the job has."""
+    is_late = begin(me, 2, 6 if me.rank == 2 else 3)
+    world = dist.group.WORLD
+    if is_late:
+        pg.join_group(world)
+    else:
+        let_in(world, [2])
+    every_call(3, me.rank)
+
+
+def test_a_new_process_with_a_larger_room():
+    with harness.Crew(3, backend=None) as crew:
+        crew.call(larger_room)

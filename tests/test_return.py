@@ -17,6 +17,7 @@ from test_rejoin import EXPERTS, KINDS, TOKENS, tokens
 
 import mooncake_backend
 from mooncake import pg
+from mooncake.mooncake_ep_buffer import Buffer
 
 APPLIED = pg.ProposalStatus.Applied
 SIZE = 4
@@ -73,8 +74,12 @@ def stopped_and_back(me: harness.Rank, victim: int, rounds: int):
                 assert "join_group" in text
             pg.join_group(world)
             assert sum_in(world, me.rank) == FULL
-            kind, text = raised(dist.all_reduce, torch.ones(1), group=other)
-            assert kind == "EvictedError", text
+            for call in (
+                lambda: dist.all_reduce(torch.ones(1), group=other),
+                lambda: Buffer(other, 1 << 20),
+            ):
+                kind, text = raised(call)
+                assert kind == "EvictedError", text
             pg.join_group(other)
         else:
             until(lambda: tried_in(world, me.rank) == rest, "that the stopped rank is out")
@@ -170,6 +175,53 @@ def test_a_process_is_stopped_while_it_comes_back(transports):
         found = crew.results()
     assert [whole for _, whole in found] == [FULL] * SIZE
     assert found[victim][0] > 0
+
+
+def all_in_turn(me: harness.Rank):
+    """Each rank is stopped and comes back. Then one dies, and a new process finds the job in the
+    store, where no member has the address that it had at first."""
+    active = begin(me)
+    world = dist.group.WORLD
+    last = SIZE - 1
+    if me.board.has("replaced"):
+        pg.join_group(world)
+        return total(me.rank), active.tolist()
+    for victim in range(SIZE):
+        assert total(me.rank) == FULL
+        me.board.set(f"whole{victim}-{me.rank}")
+        if me.rank == victim:
+            me.board.wait(f"woken{victim}")
+            raised(lambda: [sum_in(world, me.rank) for _ in range(1_000_000)])
+            pg.join_group(world)
+        else:
+            until(lambda: tried_in(world, me.rank) == FULL - 2**victim, "that it is out")  # noqa: B023
+            me.board.set(f"without{victim}-{me.rank}")
+            until(lambda: states(world)[victim], "that it is back")  # noqa: B023
+            assert pg.recover_ranks(world, [victim]).status is APPLIED
+    assert total(me.rank) == FULL
+    me.board.set(f"back-{me.rank}")
+    if me.rank == last:
+        me.board.wait("never")
+    until(lambda: tried_in(world, me.rank) == FULL - 2**last, "that the last one is out")
+    until(lambda: states(world)[last], "a new process")
+    assert pg.recover_ranks(world, [last]).status is APPLIED
+    return total(me.rank), active.tolist()
+
+
+def test_all_come_back_and_a_new_process_finds_them():
+    with harness.Crew(SIZE, backend=None, env=QUICK) as crew:
+        crew.start(all_in_turn)
+        for victim in range(SIZE):
+            crew.board.wait_all(f"whole{victim}", range(SIZE))
+            crew.stop(victim)
+            crew.board.wait_all(f"without{victim}", [r for r in range(SIZE) if r != victim])
+            crew.cont(victim)
+            crew.board.set(f"woken{victim}")
+        crew.board.wait_all("back", range(SIZE))
+        crew.kill(SIZE - 1)
+        crew.board.set("replaced")
+        crew.replace(SIZE - 1, all_in_turn)
+        assert crew.results() == [(FULL, [1] * SIZE)] * SIZE
 
 
 # ---- experts, memory of the group
