@@ -155,6 +155,7 @@ line-gives            | ok      | line | -DCALLS=0 -DC=0 -DGIVES=1 -DASKS=2
 line-gives-two        | ok      | line | -DCALLS=0 -DC=0 -DNEWS=2 -DGIVES=1 -DASKS=2
 line-gives-death      | ok      | line | -DCALLS=0 -DC=1 -DGIVES=1 -DASKS=2 -DMOST=3
 line-taken-two        | ok      | line | -DCALLS=0 -DC=0 -DTAKEN=1 -DASKS=2
+line-taken-death      | ok      | line | -DCALLS=1 -DC=1 -DTAKEN=1 -DASKS=2
 mut-line-taken        | mutant  | line | -DM_LINE_TAKEN -DCALLS=0 -DC=0 -DTAKEN=1
 mut-line-told         | mutant  | line | -DM_LINE_TOLD -DCALLS=1 -DC=1
 mut-line-returns      | mutant  | line | -DM_LINE_RETURNS -DCALLS=1 -DC=0
