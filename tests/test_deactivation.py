@@ -190,7 +190,13 @@ def while_others_are_in_a_call(me: harness.Rank):
         expect_refusal(dist.all_reduce, torch.ones(1))
         me.board.wait_all("went-on", [0, 1, 3])
         return None
-    sums = total(me.rank), total(me.rank)
+    first = total(me.rank)
+    buffer, group = Buffer(world, 1 << 20), dist.new_group()  # at once, without the leaver
+    sums = first, total(me.rank)
+    one = torch.ones(1)
+    dist.all_reduce(one, group=group)
+    assert one.item() == SIZE - 1
+    assert buffer is not None
     assert is_out(world)
     me.board.set(f"went-on-{me.rank}")
     return sums

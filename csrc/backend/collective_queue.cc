@@ -124,14 +124,22 @@ bool CollectiveQueue::beginSeries(const CollectiveWork* next) {
 }
 
 void CollectiveQueue::moveOn() {
+  while (!tryMoveOn()) {
+    Lock lock(mutex_);
+    if (stopping_) return;
+    if (running_) changed_.wait(mutex_);
+  }
+}
+
+bool CollectiveQueue::tryMoveOn() {
   {
     Lock lock(mutex_);
-    while (running_ && !stopping_) changed_.wait(mutex_);
-    if (stopping_) return;
+    if (running_ || stopping_) return false;
     running_ = true;
   }
   (void)beginSeries(nullptr);
   finishedOne();
+  return true;
 }
 
 bool CollectiveQueue::tryBegin(CollectiveWork& work) {

@@ -1,6 +1,7 @@
 #include "backend/live_group.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,8 @@ void checkRanks(std::vector<int> ranks) {
   if (twice != ranks.end())
     refuse("rank " + std::to_string(*twice) + " stands twice in the list of the group's ranks");
 }
+
+constexpr std::chrono::milliseconds kLookAgain(1);
 
 // Its destructor never runs.
 template <typename T>
@@ -50,7 +53,7 @@ LiveGroup::LiveGroup(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
     job_ = world->job_;
     if (!job_) throwError({ErrorCode::kAborted, kDestroyed});
     options_.groupEnv = world->options_.groupEnv;
-    world->checkIsIn();
+    world->settleMembers();
     if (options_.isNewcomer) {
       events_->begin(0);
       startLine(job_->makeAlone(events_->with(groupOptions(), 0), init));
@@ -154,6 +157,7 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
   // createWithin() takes the global ranks for ranks of the job. In a job of its own, a group has
   // other ranks.
   // Groups of one name are counted, and a process that comes later has made none of the earlier ones.
+  settleMembers();
   uint32_t series;
   std::shared_ptr<Group> parent;
   do {
@@ -173,12 +177,18 @@ std::unique_ptr<Group> LiveGroup::makeGroup(const std::string& purpose, size_t s
       .pushBytes = pushBytes,
       .raises = raises,
       .onView = std::move(onView)};
-  checkIsIn();
   return line_->isNewcomer() ? job_->makeAlone(std::move(options), deadline)
                              : job_->makeGroup(*parent, std::move(options), deadline);
 }
 
-void LiveGroup::checkIsIn() const {
+void LiveGroup::settleMembers() const {
+  const std::shared_ptr<Group> before = group();
+  const Deadline deadline = Deadline::after(kToGetOut);
+  // An operation that another thread runs has moved on, or is about to.
+  while (before->renewal().hasEnded() && group() == before && !deadline.passed()) {
+    if (queue_->tryMoveOn()) break;
+    std::this_thread::sleep_for(kLookAgain);
+  }
   if (line_->isRemoved() || line_->job() != job_->membership()) throwIfError(group()->usable());
 }
 

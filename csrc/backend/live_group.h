@@ -57,8 +57,9 @@ class LiveGroup {
   }
   // Programs see lost ranks as active for a while.
   bool keepsLost() const { return options_.lostRanks != BackendOptions::LostRanks::kAreOut; }
-  // Throws if this rank is out of the group, to which it may come back.
-  void checkIsIn() const;
+  // Before another group is made of this one: goes on to the next series, if the present one has ended,
+  // so that all members make it of the same one. Throws if this rank is out, and may come back.
+  void settleMembers() const;
   // With kStayUntilSynced: no rank that is lost by now is shown as active any more.
   void showLosses();
   bool isWithinWorld() const { return isWithinWorld_; }  // made within the job of another group

@@ -139,7 +139,9 @@ void drawExperts(Draw& draw, Case& c) {
 }
 
 void drawRemovals(Draw& draw, Case& c) {
-  if (draw.chance(40)) return;
+  // The experts' group is made of the series of the last operation, also if that has ended with it, and
+  // a rank that was taken out behind that operation does not come to make it.
+  if (draw.chance(40) || c.expertsEvery > 0) return;
   c.removals = drawRemovals(draw, c.size);
   uint32_t leavers = 0;
   bool hasGoodbyes = false;
