@@ -416,7 +416,10 @@ void FlushAgent::noteMissed(const GroupView& before, const GroupView& now) {
 
 JobRanks FlushAgent::toJobRanks(const GroupRanks& members) const {
   JobRanks ranks;
-  members.forEach([&](int r) { ranks.add(options_.jobRanks[size_t(r)]); });
+  members.forEach([&](int r) {
+    const int jobRank = options_.jobRanks[size_t(r)];
+    if (jobRank != Roster::kNobody) ranks.add(jobRank);
+  });
   return ranks;
 }
 
