@@ -37,7 +37,9 @@ TORCH_ROOMS = ("backend", "bindings")
 # Mutexes that no annotation names, and why.
 EXCEPTIONS = {
     "csrc/backend/experts/ep_buffer.h orderMutex_": "keeps marks and calls in one order",
+    "csrc/backend/job.h enteringMutex_": "one enterAgain() at a time",
     "csrc/backend/leaving.h mutex_": "one leaveGroup() at a time",
+    "csrc/backend/replacing.h enteringMutex_": "one enterAgain() at a time",
     "csrc/collectives/progress_lock.h mutex_": "inside a lock that is checked itself",
     "csrc/engine/connections.h callMutex_": "one callAll() at a time",
     "csrc/engine/peers/outbox.h sendingMutex_": "one flush() at a time",

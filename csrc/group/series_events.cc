@@ -19,7 +19,7 @@ void SeriesEvents::begin(uint32_t series, bool isIn) {
   isShown_ = isIn && seen != later_.end();
   if (show_ && !isIn) show_({}, false);
   if (show_ && isShown_) show_(seen->second, false);
-  later_.clear();
+  later_.erase(later_.begin(), later_.upper_bound(series));
 }
 
 void SeriesEvents::watchEnd(std::function<void()> onEnd) {
