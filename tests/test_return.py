@@ -323,7 +323,7 @@ def test_the_smaller_side_of_a_partition_comes_back(layout, cut):
         assert crew.results() == [[1] * size] * size
 
 
-# ---- who cannot come back
+# ---- processes that cannot come back
 
 
 def too_late(me: harness.Rank, victim: int):

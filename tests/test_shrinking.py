@@ -136,7 +136,7 @@ def destroys(me: harness.Rank) -> None:
 
 
 def goes_on(me: harness.Rank, excluded: list[int]):
-    """The excluded ranks go on in the old group, without the others."""
+    """The excluded ranks go on in the old group, without the rest."""
     left = [r for r in range(me.size) if r not in excluded]
     if me.rank in left:
         dist.shrink_group(excluded)
@@ -182,7 +182,7 @@ def without_dead(me: harness.Rank, victim: int, mode: str):
     if mode == "raise":
         until(lambda: mb.get_active_ranks(world)[victim] == 0, "the loss")
         assert raised(dist.all_reduce, torch.ones(3))[0] == "PeerLostError"
-    elif me.rank == 1:  # the others shrink without a look whether it lives
+    elif me.rank == 1:  # the rest shrinks without a look whether it lives
         me.board.wait("dead")
     dist.shrink_group([victim])
     if me.rank == 3:

@@ -102,7 +102,7 @@ def kept(site: Site) -> list[tuple[int, bool]]:
 
 
 def ready(site: Site, count: int = 1, but: Sequence[int] = ()) -> list[int]:
-    """Waits until so many spares are ready. `but`: spares of the past."""
+    """Waits until this number of spares is ready. `but`: spares of the past."""
 
     def found() -> list[int]:
         pids = [pid for pid, is_ready in kept(site) if is_ready and pid not in but]

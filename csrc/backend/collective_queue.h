@@ -71,7 +71,7 @@ class CollectiveQueue {
   bool drain(Deadline deadline);
   // Goes on to the line's next series, between two operations, if the current one has ended.
   void moveOn() EXCLUDES(mutex_);
-  // The same, unless an operation runs, whose thread does it then. Returns whether it looked.
+  // The same, unless an operation runs: its thread does it then. Returns whether it looked.
   bool tryMoveOn() EXCLUDES(mutex_);
   // How many operations were called since the last loss that the caller has seen.
   uint64_t called();

@@ -104,6 +104,11 @@ void FlushAgent::leave(uint64_t number, Deadline deadline) {
 // Unlike leave(), it does not go before all have ended the series: another member may still need
 // this rank for the last operation, or for the close.
 Status FlushAgent::leaveSeries(Deadline deadline, Leavers leavers) {
+  {
+    // The members owe a rank that has left no answers, so a second wait for them would not end.
+    Lock lock(mutex_);
+    if (machine_.hasLeft()) return {};
+  }
   const uint64_t last = ended();
   if (!awaitEnded(last, deadline, leavers)) {
     MOONCAKE_TRY(owner_.usable());

@@ -142,6 +142,7 @@ class FlushMachine {
   // Returns the messages that tell a member all that this rank has said of its leave. Empty: it has
   // not left.
   std::vector<FlushMessage> lastWords() const;
+  bool hasLeft() const { return leaveReport_.has_value(); }
 
   // -- how the series ends (flush_close.cc)
 

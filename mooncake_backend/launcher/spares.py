@@ -56,7 +56,7 @@ class Spare:
             raise
 
     def read(self) -> None:
-        """Reads what the process has said."""
+        """Reads the words of the process."""
         with suppress(OSError):
             if said := self._link.recv(program.MOST_BYTES):
                 self.error = json.loads(said)["error"]
